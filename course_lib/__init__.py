@@ -1,0 +1,40 @@
+"""A small LLM serving engine to learn from: paged KV cache, continuous batching, chunked prefill.
+
+    from course_lib import Engine, EngineConfig, SamplingParams
+    from course_lib.runners import FakeRunner
+
+    engine = Engine(FakeRunner(), EngineConfig(max_prefill_chunk_size=64))
+
+Importing this package needs the standard library alone; torch is loaded with the first model.
+"""
+
+from .config import EngineConfig, SamplingParams
+from .engine import Engine, RequestOutput
+from .sequence import SequenceStatus
+from .trace import Trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "ModelRunner",
+    "RequestOutput",
+    "SamplingParams",
+    "SequenceStatus",
+    "Trace",
+    "load_model",
+]
+
+
+def __getattr__(name: str):
+    """`load_model` and `ModelRunner` bring torch along: they are imported when first asked for."""
+    if name == "load_model":
+        from .model import load_model
+
+        return load_model
+    if name == "ModelRunner":
+        from .runners.model import ModelRunner
+
+        return ModelRunner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,44 @@
+"""python -m course_lib demo | bench | doctor | fetch"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .config import check_int
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    try:
+        return check_int("value", int(text), 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m course_lib", description="A small LLM serving engine to learn from.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="four chats stream, a long document arrives: with and without chunked prefill")
+    demo.add_argument("--model", default="smollm2", help="smollm2 (default), tiny, a folder or a hub id")
+    demo.add_argument("--chunk", type=positive, default=256, help="chunk size of the second run, in tokens (default 256)")
+    demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
+    commands.add_parser("bench", help="what a step costs beside the model: schedule, build the batch, commit")
+    commands.add_parser("doctor", help="what is installed, what will be used, what to do about anything missing")
+    commands.add_parser("fetch", help="get the small model and convert it, once")
+    args = parser.parse_args(argv)
+    if args.command == "demo":
+        from .demo import main as command
+
+        return command(args)
+    if args.command == "bench":
+        from .bench import main as command
+
+        return command()
+    from . import doctor
+
+    return doctor.run() if args.command == "doctor" else doctor.fetch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

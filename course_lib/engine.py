@@ -1,0 +1,546 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+    step:  schedule  ->  build the batch  ->  one forward pass  ->  commit  ->  outputs
+
+Whatever goes wrong in the forward pass, the step's blocks are given back, the exception is
+raised, and the next step schedules the work again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass, field
+
+from . import metrics as metrics_module
+from .batch import SlotMapping, build_batch
+from .block_manager import BlockManager
+from .config import EngineConfig, SamplingParams, check_int
+from .runners.base import Runner, Sample
+from .scheduler import Scheduler, SchedulerOutput
+from .sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
+from .slots import blocks_needed, slot_mapping
+from .text import TextStream
+from .trace import ChunkRecord, RequestRecord, StepRecord, Trace
+
+Prompt = str | SequenceOf[int]
+
+
+@dataclass
+class RequestOutput:
+    """What a step brought to one request. Times in seconds on the runner's clock.
+
+    new_token_ids and new_text are this step's; token_ids, text and logprobs are all up to now.
+    finish_reason: stop (end-of-sequence, stop token or stop string), length, cancelled or error.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    new_text: str
+    text: str
+    finished: bool
+    finish_reason: str | None
+    num_cached_tokens: int  # prompt tokens that the prefix cache gave
+    arrival_time: float
+    first_token_time: float | None
+    finish_time: float | None
+    error: str | None
+    _generated: list[int] = field(repr=False)
+    _logprobs: list[dict[int, float]] | None = field(repr=False)
+    _num_generated: int = field(repr=False)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens generated up to this output."""
+        return self._generated[: self._num_generated]
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        """Per generated token {token id: log-probability}; None when the request didn't ask for them."""
+        return None if self._logprobs is None else self._logprobs[: self._num_generated]
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """What `Engine.snapshot()` says of an unfinished request; `reason`: why the last step gave it nothing."""
+
+    status: str
+    prompt_tokens: int
+    prefilled_token_count: int
+    cached_token_count: int
+    generated_tokens: int
+    block_table: list[int]
+    num_preemptions: int
+    reason: str | None
+
+
+class Engine:
+    """A serving engine over any runner.
+
+    Parts of your own: `scheduler` and `block_manager` are classes built like ours, `slot_mapping`
+    is a function like `slots.slot_mapping`. `on_step(scheduler_output)` is called in each step,
+    after scheduling and before the forward pass. `record_trace=False` keeps no trace.
+
+    One thread may step; `cancel` and `add_request` may come from others.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig | None = None,
+        *,
+        scheduler: type = Scheduler,
+        block_manager: type = BlockManager,
+        slot_mapping: SlotMapping = slot_mapping,
+        on_step: Callable[[SchedulerOutput], object] | None = None,
+        record_trace: bool = True,
+    ) -> None:
+        self.runner = runner
+        self.config = config = config or EngineConfig()
+        self.max_model_len = config.resolve_max_model_len(runner.max_model_len)
+        self.block_manager = block_manager(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.scheduler = scheduler(config, self.block_manager)
+        self.slot_mapping = slot_mapping
+        self.on_step = on_step
+        settings = asdict(config) | {"policy": getattr(config.policy, "name", config.policy)}
+        self.trace = Trace(settings | {"max_model_len": self.max_model_len})
+        self._record_trace = record_trace
+        self._sequences: dict[str, Sequence] = {}  # live ones, and ended ones not yet delivered
+        self._outbox: deque[RequestOutput] = deque()
+        self._reasons: dict[str, str] = {}  # request id -> why the last step gave it nothing
+        self._ended_waits: dict[str, None] = {}  # to go into the next record
+        self._trace_names: dict[str, str] = {}
+        self._num_added = 0
+        self._lock = threading.RLock()
+        self._stepping = False
+        self._step_index = 0
+        self._num_empty = 0
+        self._to_cancel: set[str] = set()
+        if hasattr(runner, "init_kv_cache"):
+            runner.init_kv_cache(config.num_blocks, config.block_size)
+        self._kv_cache = getattr(runner, "kv_cache", None)
+
+    # ---- requests in ----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a request; returns its id. A text is encoded with the runner's tokenizer.
+
+        Raises ValueError or TypeError, and changes nothing, for what the engine could never serve.
+        """
+        return self._add(self._validate(prompt, params), request_id, priority, cache_salt)
+
+    def _validate(self, prompt: Prompt, params: SamplingParams | None, field: str = "prompt"):
+        """The prompt as token ids, its parameters and its token limit; raises for bad ones."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {params!r}")
+        if isinstance(prompt, str):
+            if self.runner.tokenizer is None:
+                raise TypeError(f"{field} is a text, but this runner has no tokenizer: give a list of token ids")
+            token_ids = list(self.runner.tokenizer.encode(prompt))
+        else:
+            try:
+                token_ids = list(prompt)
+            except TypeError:
+                raise TypeError(f"{field} must be a text or a list of token ids, got {prompt!r}") from None
+        vocab_size = self.runner.vocab_size
+        for place, token_id in enumerate(token_ids):
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                token_ids[place] = check_int(f"{field}[{place}]", token_id, 0, vocab_size - 1)
+        length, limit, config = len(token_ids), self.max_model_len, self.config
+        if length == 0:
+            raise ValueError(f"{field} is empty (0 tokens): it must have at least 1 token")
+        if length >= limit:
+            raise ValueError(
+                f"{field} has {length} tokens, max_model_len is {limit}: at most {limit - 1} fit, "
+                f"since one must be left for the output (the pool holds {config.num_blocks * config.block_size})"
+            )
+        chunk = config.max_prefill_chunk_size or length
+        if config.max_prefill_chunk_size is None and length > config.max_num_batched_tokens:
+            raise ValueError(
+                f"{field} has {length} tokens, max_num_batched_tokens is {config.max_num_batched_tokens}: "
+                f"with max_prefill_chunk_size=None a prompt must fit in one step"
+            )
+        first = blocks_needed(min(length, chunk, config.max_num_batched_tokens), config.block_size)
+        if first + config.watermark_blocks > config.num_blocks:
+            raise ValueError(
+                f"{field} has {length} tokens: its first chunk needs {first} blocks, and kv_watermark="
+                f"{config.kv_watermark} keeps {config.watermark_blocks} free, but num_blocks is {config.num_blocks}"
+            )
+        return token_ids, params, min(params.max_tokens, limit - length)
+
+    def _add(self, validated, request_id: str | None, priority: int = 0, cache_salt: str | None = None) -> str:
+        token_ids, params, max_new_tokens = validated
+        priority = check_int("priority", priority)
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise TypeError(f"cache_salt must be a string or None, got {cache_salt!r}")
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        with self._lock:
+            if request_id is None:
+                number = self._num_added
+                while (request_id := f"r{number}") in self._sequences:
+                    number += 1
+            elif request_id in self._sequences:
+                raise ValueError(f"request_id={request_id!r} is in use: ids of live requests must be unique")
+            stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids())
+            sequence = Sequence(
+                request_id, token_ids, params, arrival=self._num_added, priority=priority, cache_salt=cache_salt,
+                max_new_tokens=max_new_tokens, stop_token_ids=stop_ids,
+                seed=random.getrandbits(63) if params.seed is None else params.seed,
+                arrival_step=self.scheduler.step, arrival_time=self.runner.now(),
+            )  # fmt: skip
+            if self.runner.tokenizer is not None:
+                sequence.detokenizer = TextStream(self.runner.tokenizer, params.stop)
+            self._num_added += 1
+            self._sequences[request_id] = sequence
+            if self._record_trace:
+                if self._reasons.pop(request_id, None):  # an ended request had this id
+                    self._ended_waits[self._trace_names[request_id]] = None
+                self._trace_names[request_id] = sequence.trace_name = self.trace.unique_name(request_id)
+                self.trace.requests[sequence.trace_name] = RequestRecord(
+                    sequence.trace_name, request_id, len(token_ids), max_new_tokens,
+                    sequence.arrival_time, sequence.arrival_step, priority,
+                )  # fmt: skip
+            self.scheduler.add(sequence)
+        return request_id
+
+    def _eos_token_ids(self) -> frozenset[int]:
+        """The model's end-of-sequence tokens: the runner's list, else the tokenizer's one."""
+        ids = getattr(self.runner, "eos_token_ids", None)
+        if ids is None:
+            ids = [getattr(self.runner.tokenizer, "eos_token_id", None)]
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request: True if it was live. One output with reason "cancelled" follows, no token after it.
+
+        Between steps its blocks are free at once. During a step (from another thread, or from
+        `on_step`) it returns at once and takes effect when the forward pass returns; the token in
+        flight is dropped.
+        """
+        with self._lock:
+            sequence = self._sequences.get(request_id)
+            if sequence is None or sequence.status is FINISHED or request_id in self._to_cancel:
+                return False
+            if self._stepping:
+                self._to_cancel.add(request_id)
+            else:
+                self._outbox.append(self._finish(sequence, "cancelled"))
+            return True
+
+    def preempt(self, request_id: str) -> None:
+        """Take a request's blocks away, as a full pool would. For lessons and tests; between steps only."""
+        with self._lock:
+            sequence = self._sequences.get(request_id)
+            if sequence is None or sequence.status not in (PREFILLING, RUNNING) or self._stepping:
+                state = "unknown" if sequence is None else sequence.status.name
+                raise ValueError(f"request_id={request_id!r} is {state}: only PREFILLING and RUNNING can be preempted")
+            self.scheduler.preempt(sequence)
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns an output per request that got a token or ended."""
+        if self._stepping:
+            raise RuntimeError("step() was called while a step is running")
+        if getattr(self.runner, "kv_cache", None) is not self._kv_cache:
+            raise RuntimeError("this engine's runner now serves a newer engine: make a new Engine to go on")
+        with self._lock:
+            if not self.scheduler.has_unfinished():
+                return self._deliver([])
+            record = StepRecord(self.scheduler.step, self.runner.now())
+            scheduled = self.scheduler.schedule()
+            blocks = self.block_manager
+            record.blocks_used, record.blocks_free, record.blocks_cached = blocks.num_used, blocks.num_free, blocks.num_cached
+            self._step_index, self._stepping = record.index, True
+        try:
+            samples = self._forward(scheduled)
+        except BaseException:
+            with self._lock:
+                self._stepping = False
+                self.scheduler.rollback(scheduled)
+                self._outbox.extend(self._apply_cancels())
+            raise
+        with self._lock:
+            outputs = self._apply_cancels()
+            self.scheduler.commit(scheduled)
+            outputs += self._take_samples(scheduled, samples)
+            self._stepping = False
+            record.end = self.runner.now()
+            self._write_record(record, scheduled, outputs)
+            return self._deliver(outputs)
+
+    def _forward(self, scheduled: SchedulerOutput) -> list[Sample]:
+        if self.on_step is not None:
+            self.on_step(scheduled)
+        if not scheduled.chunks:
+            self._num_empty += 1
+            if self._num_empty >= 1000:
+                raise RuntimeError(f"the scheduler gave {self._num_empty} steps nothing to do: {scheduled.reasons}")
+            return []
+        self._num_empty = 0
+        batch = build_batch(scheduled, self.slot_mapping)
+        samples = self.runner.execute(batch)
+        if len(samples) != len(batch.sample_rows):
+            raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sample_rows)} rows")
+        return samples
+
+    def _take_samples(self, scheduled: SchedulerOutput, samples: list[Sample]) -> list[RequestOutput]:
+        """Append each sampled token to its request; end those that are done."""
+        now = self.runner.now()
+        outputs = []
+        ends = (chunk.sequence for chunk in scheduled.chunks if chunk.is_last)
+        for sequence, sample in zip(ends, samples, strict=True):
+            if sequence.status is FINISHED:  # cancelled: its token is dropped
+                continue
+            if sample.error is not None:
+                outputs.append(self._finish(sequence, "error", error=sample.error))
+                continue
+            token_id = sample.token_id
+            sequence.generated_token_ids.append(token_id)
+            if sample.logprobs is not None:
+                sequence.logprobs.append(sample.logprobs)
+            if sequence.first_token_time is None:
+                sequence.first_token_time = now
+            new_text, reason, error = "", None, None
+            if sequence.detokenizer is not None:
+                try:
+                    new_text = sequence.detokenizer.push(token_id)
+                except Exception as failure:  # this request's text fails, the others go on
+                    reason, error = "error", f"text of token {token_id}: {failure!r}"
+            if reason is None:
+                if token_id in sequence.stop_token_ids or (sequence.detokenizer and sequence.detokenizer.stopped):
+                    reason = "stop"
+                elif len(sequence.generated_token_ids) >= sequence.max_new_tokens:
+                    reason = "length"
+            if reason is None:
+                outputs.append(self._output(sequence, [token_id], new_text))
+            else:
+                outputs.append(self._finish(sequence, reason, [token_id], new_text, error))
+        return outputs
+
+    def _finish(self, sequence: Sequence, reason: str, new_token_ids=(), new_text="", error=None) -> RequestOutput:
+        """End a request now; returns its one terminal output, with the text held back so far."""
+        self.scheduler.finish(sequence, reason)
+        sequence.finish_time = self.runner.now()
+        if sequence.detokenizer is not None and reason != "error":
+            try:
+                new_text += sequence.detokenizer.flush()
+            except Exception as failure:
+                sequence.finish_reason, error = "error", f"text at the end: {failure!r}"
+        if self._record_trace:
+            request = self.trace.requests[sequence.trace_name]
+            request.finish_reason, request.finish_time = sequence.finish_reason, sequence.finish_time
+            request.finish_step = self._step_index if self._stepping else self.scheduler.step
+        return self._output(sequence, list(new_token_ids), new_text, error)
+
+    def _output(self, sequence: Sequence, new_token_ids: list[int], new_text: str, error=None) -> RequestOutput:
+        return RequestOutput(
+            sequence.request_id, new_token_ids, new_text,
+            sequence.detokenizer.text if sequence.detokenizer is not None else "",
+            sequence.status is FINISHED, sequence.finish_reason, sequence.prefix_hit_tokens,
+            sequence.arrival_time, sequence.first_token_time, sequence.finish_time, error,
+            sequence.generated_token_ids,
+            None if sequence.params.logprobs is None else sequence.logprobs,
+            len(sequence.generated_token_ids),
+        )  # fmt: skip
+
+    def _apply_cancels(self) -> list[RequestOutput]:
+        """End what was cancelled while the forward pass ran."""
+        ended = sorted((self._sequences[request_id] for request_id in self._to_cancel), key=lambda s: s.arrival)
+        self._to_cancel.clear()
+        return [self._finish(sequence, "cancelled") for sequence in ended]
+
+    def _deliver(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """What was kept for the caller, then `outputs`; ids of ended requests become free."""
+        outputs = [*self._outbox, *outputs]
+        self._outbox.clear()
+        for output in outputs:
+            if output.finished:
+                del self._sequences[output.request_id]
+        return outputs
+
+    def _write_record(self, record: StepRecord, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> None:
+        before, self._reasons = self._reasons, scheduled.reasons
+        owners = self.block_manager.drain_changes()
+        if not self._record_trace:
+            return
+        names = self._trace_names
+        record.reasons, self._ended_waits = self._ended_waits, {}
+        if before != self._reasons:
+            record.reasons |= {names[i]: None for i in before if i not in self._reasons}
+            record.reasons |= {names[i]: reason for i, reason in self._reasons.items() if before.get(i) != reason}
+        record.chunks = [ChunkRecord(chunk[0].trace_name, *chunk[1:]) for chunk in scheduled.chunks]
+        record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
+        record.preempted = [sequence.trace_name for sequence in scheduled.preempted]
+        for sequence in scheduled.admitted:
+            self.trace.requests[sequence.trace_name].prefix_hit_tokens = sequence.prefix_hit_tokens
+        for output in outputs:
+            name = names[output.request_id]
+            if output.new_token_ids:
+                record.tokens[name] = output.new_token_ids[-1]
+            if output.finished:
+                record.finished[name] = output.finish_reason
+        record.owners = owners
+        self.trace.steps.append(record)
+
+    # ---- whole requests -------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request) -> Stream:
+        """Add a request now, and iterate over its outputs. Closing the iterator cancels the request.
+
+        Outputs of other requests that are computed meanwhile are kept for the next `step()`.
+        Takes the keywords of `add_request`.
+        """
+        return Stream(self, self.add_request(prompt, params, **request))
+
+    def generate(self, prompts: SequenceOf[Prompt], params=None, *, progress: bool = True) -> list[RequestOutput]:
+        """Run all prompts to their end; returns their last outputs, in the order of the prompts.
+
+        params: one SamplingParams for all, or a list with one for each. One bad prompt adds none.
+        A progress bar appears when it takes longer than two seconds (`progress=False`: never).
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if prompts and all(isinstance(prompt, int) for prompt in prompts):
+            raise TypeError(f"prompts is one list of token ids: for a single prompt write generate([{prompts[:3]}…])")
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts: give one, or one for each")
+        validated = [self._validate(p, q, f"prompts[{i}]") for i, (p, q) in enumerate(zip(prompts, each, strict=True))]
+        with self._lock:
+            request_ids = [self._add(request, None) for request in validated]
+        last: dict[str, RequestOutput] = {}
+        try:
+            with _progress_bar(len(prompts), progress) as bar:
+                while len(last) < len(request_ids):
+                    for output in self._step_for(set(request_ids)):
+                        if output.finished:
+                            last[output.request_id] = output
+                            bar.update()
+        finally:
+            for request_id in request_ids:
+                if request_id not in last:
+                    self.cancel(request_id)
+        return [last[request_id] for request_id in request_ids]
+
+    def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
+        """Outputs of these requests: kept ones if there are any, else those of a new step."""
+        kept = [output for output in self._outbox if output.request_id in request_ids]
+        outputs = [*self._outbox] if kept else self.step()
+        self._outbox.clear()
+        mine = []
+        for output in outputs:
+            if output.request_id in request_ids:
+                mine.append(output)
+            else:
+                self._outbox.append(output)
+        return mine
+
+    # ---- looking inside -------------------------------------------------------------------------
+
+    def has_unfinished_requests(self) -> bool:
+        """True until the last terminal output was delivered."""
+        return bool(self._sequences)
+
+    def metrics(self) -> metrics_module.Metrics:
+        """The metrics of everything in the trace."""
+        return metrics_module.metrics(self.trace)
+
+    def snapshot(self) -> dict[str, RequestState]:
+        """The state of every unfinished request, by id."""
+        with self._lock:
+            return {
+                s.request_id: RequestState(
+                    s.status.name, len(s.prompt_token_ids), s.prefilled_token_count, s.cached_token_count,
+                    len(s.generated_token_ids), list(s.block_table), s.num_preemptions, self._reasons.get(s.request_id),
+                )
+                for s in sorted(self.scheduler.unfinished(), key=lambda s: s.arrival)
+            }  # fmt: skip
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the books are right. Between steps; used by tests and notebooks."""
+        scheduler, live = self.scheduler, self.scheduler.unfinished()
+        self.block_manager.check(live)
+        for queue, status in ((scheduler.waiting, WAITING), (scheduler.prefilling, PREFILLING), (scheduler.running, RUNNING)):
+            for s in queue:
+                assert s.status is status, f"{s} is in the queue of {status.name}"
+                assert self._sequences.get(s.request_id) is s, f"{s} is scheduled, but the engine doesn't know it"
+                if status is WAITING:
+                    assert s.cached_token_count == 0 and not s.block_table, f"{s} waits and holds K/V"
+                elif status is PREFILLING:
+                    assert 0 < s.cached_token_count < s.known_token_count, f"{s} is half-filled with nothing or all"
+                else:
+                    assert s.remaining_token_count == 1 and s.generated_token_ids, f"{s} runs without one token to compute"
+        assert len({id(s) for s in live}) == len(live), "a sequence is in two queues"
+        unfinished = {i for i, s in self._sequences.items() if s.status is not FINISHED}
+        assert unfinished == {s.request_id for s in live}, "a request was lost"
+        in_flight = len(scheduler.prefilling) + len(scheduler.running)
+        assert in_flight <= self.config.max_num_seqs, f"{in_flight} sequences in flight"
+        if self.trace.steps:
+            tokens = sum(chunk.num_tokens for chunk in self.trace.steps[-1].chunks)
+            assert tokens <= self.config.max_num_batched_tokens, f"a step of {tokens} tokens"
+
+
+class Stream:
+    """Iterates over one request's outputs, stepping the engine as needed; see `Engine.stream`."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._ready: deque[RequestOutput] = deque()
+        self._ended = False
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        while not self._ready:
+            if self._ended or self.request_id not in self._engine._sequences:
+                raise StopIteration
+            self._ready.extend(self._engine._step_for({self.request_id}))
+        output = self._ready.popleft()
+        self._ended = output.finished
+        return output
+
+    def close(self) -> None:
+        """Stop listening; cancels the request if it hasn't ended."""
+        if not self._ended:
+            self._ended = True
+            self._ready.clear()
+            self._engine.cancel(self.request_id)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _NoBar:
+    def update(self) -> None:
+        pass
+
+
+def _progress_bar(total: int, wanted: bool):
+    """tqdm's bar where it is installed; it shows itself after two seconds."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return contextlib.nullcontext(_NoBar())
+    return tqdm(total=total, disable=not wanted, delay=2, unit="request", leave=False)

@@ -1,0 +1,260 @@
+"""A trace, read as one `Life` per request: what every timeline is drawn from, and its numbers in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from ..trace import Trace
+
+
+@dataclass
+class Life:
+    """What happened to one request, or to several that share a row.
+
+    Times are in seconds since the first arrival, tokens and steps are places in `trace.steps`.
+    """
+
+    label: str
+    prompt_tokens: int
+    arrival: float
+    decodes: list[int] = field(default_factory=list)
+    prefills: list[tuple[int, int, int]] = field(default_factory=list)  # (place, first token, last token)
+    waits: list[tuple[float, float, str]] = field(default_factory=list)  # (from, to, reason)
+    preempted: list[int] = field(default_factory=list)  # as the step began
+    tokens: list[int] = field(default_factory=list)  # a token arrives as the step ends
+    gaps: list[float] = field(default_factory=list)  # between two tokens
+    stall: float = 0.0  # the longest gap
+    ttft: float | None = None
+    end: float | None = None
+    is_cut: bool = False  # ended before its time: cancelled, or by an error
+    size: int = 1  # requests
+
+    def gaps_from(self, least: float) -> list[tuple[int, int]]:
+        """The places of the two tokens around each gap of at least `least` seconds."""
+        if not self.gaps or self.stall < least:
+            return []
+        return [(self.tokens[i], self.tokens[i + 1]) for i, gap in enumerate(self.gaps) if gap >= least]
+
+
+@dataclass
+class Story:
+    """A trace, read. Times are in seconds since the first arrival."""
+
+    lives: list[Life]  # in order of arrival
+    starts: list[float]  # of the steps
+    ends: list[float]
+    numbers: list[int]  # what the engine calls the steps
+    used: list[tuple[int, int]]  # (decode, prefill) tokens of each step
+    budget: int  # tokens a step may have
+    duration: float
+    typical_gap: float  # the median gap between two tokens
+    long_prompt: int  # a prompt of more tokens than this stands out
+    stalled: Life | None  # the request with the longest gap
+
+    @property
+    def reasons(self) -> list[str]:
+        """Every reason for which someone waited."""
+        return sorted({reason for life in self.lives for _, _, reason in life.waits if reason})
+
+    @property
+    def has_stall(self) -> bool:
+        """Is the longest gap out of the ordinary?"""
+        return self.stalled is not None and 0 < self.stalled.stall >= 1.5 * self.typical_gap
+
+
+def read(trace: Trace, labels: dict[str, str] | None = None) -> Story:
+    """What a picture needs to know of a trace. labels: request -> what to call it."""
+    labels, steps = labels or {}, trace.steps
+    requests = sorted(trace.requests.values(), key=lambda request: request.arrival_time)
+    zero = min([r.arrival_time for r in requests[:1]] + [step.start for step in steps[:1]], default=0.0)
+
+    def since(t: float) -> float:
+        """In whole nanoseconds, so that a clock's offset can't move a pixel."""
+        return round(t - zero, 9)
+
+    lives = {r.name: Life(labels.get(r.name, r.name), r.prompt_tokens, since(r.arrival_time)) for r in requests}
+    used = _read_steps(trace, lives)
+    for request in requests:
+        life = lives[request.name]
+        times = [steps[place].end for place in life.tokens]
+        life.gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        life.stall = max(life.gaps, default=0.0)
+        life.ttft = times[0] - request.arrival_time if times else None
+        life.end = None if request.finish_time is None else since(request.finish_time)
+        life.is_cut = request.finish_reason in ("cancelled", "error")
+    starts, ends = [since(step.start) for step in steps], [since(step.end) for step in steps]
+    duration = max(ends[-1:] + [life.end for life in lives.values() if life.end is not None], default=0.0)
+    _read_waits(trace, lives, starts, duration)
+    gaps = sorted(gap for life in lives.values() for gap in life.gaps)
+    prompts = sorted(request.prompt_tokens for request in requests) or [0]
+    return Story(
+        lives=list(lives.values()), starts=starts, ends=ends, numbers=[step.index for step in steps], used=used,
+        budget=trace.config.get("max_num_batched_tokens") or max((d + p for d, p in used), default=0),
+        duration=duration, typical_gap=gaps[len(gaps) // 2] if gaps else 0.0,
+        long_prompt=max(4 * prompts[len(prompts) // 2], prompts[-9:][0]),  # so at most eight stand out
+        stalled=max((life for life in lives.values() if life.gaps), key=lambda life: life.stall, default=None),
+    )  # fmt: skip
+
+
+def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
+    """Fill in chunks, tokens and preemptions; returns the (decode, prefill) tokens of each step."""
+    used = []
+    for place, step in enumerate(trace.steps):
+        decode = prefill = 0
+        for name, start, num_tokens, kind, _ in step.chunks:
+            if kind == "decode":
+                lives[name].decodes.append(place)
+                decode += num_tokens
+            else:
+                lives[name].prefills.append((place, start, start + num_tokens - 1))
+                prefill += num_tokens
+        for name in step.tokens:
+            lives[name].tokens.append(place)
+        for name in step.preempted:
+            lives[name].preempted.append(place)
+        used.append((decode, prefill))
+    return used
+
+
+def _read_waits(trace: Trace, lives: dict[str, Life], starts: list[float], duration: float) -> None:
+    """Fill in when each request had to wait, and why. The first wait begins with its arrival."""
+    waiting: dict[str, tuple[float, str]] = {}
+    served = {name: starts[life.prefills[0][0]] if life.prefills else inf for name, life in lives.items()}
+
+    def close(name: str, until: float) -> None:
+        since, reason = waiting.pop(name)
+        life = lives[name]
+        until = until if life.end is None else min(until, life.end)
+        if until > since:
+            life.waits.append((since, until, reason))
+
+    for step, start in zip(trace.steps, starts, strict=True):
+        for name, reason in step.reasons.items():
+            life = lives[name]
+            is_first = start <= served[name] and not life.waits
+            if name in waiting:
+                close(name, start)
+            if reason is not None:
+                waiting[name] = (min(life.arrival, start) if is_first else start, reason)
+    for name in list(waiting):
+        close(name, duration)
+    for name, life in lives.items():
+        until = min(served[name], duration if life.end is None else life.end)
+        if not life.waits and until > life.arrival:  # it came while a step ran, and the next one took it
+            life.waits.append((life.arrival, until, ""))
+        elif life.waits and life.arrival < until <= life.waits[0][0]:
+            life.waits.insert(0, (life.arrival, until, ""))
+
+
+def merged(lives: list[Life]) -> Life:
+    """Several requests as one; its tokens are those of the request that stalled longest."""
+    worst = max(lives, key=lambda life: life.stall)
+    ends = [life.end for life in lives]
+    return Life(
+        label=lives[0].label if len(lives) == 1 else f"{lives[0].label} to {lives[-1].label}",
+        prompt_tokens=max(life.prompt_tokens for life in lives),
+        arrival=lives[0].arrival,
+        decodes=sorted({place for life in lives for place in life.decodes}),
+        prefills=sorted(prefill for life in lives for prefill in life.prefills),
+        waits=sorted(wait for life in lives for wait in life.waits),
+        preempted=sorted(place for life in lives for place in life.preempted),
+        tokens=worst.tokens, gaps=worst.gaps, stall=worst.stall, ttft=worst.ttft,
+        end=None if None in ends else max(ends), is_cut=all(life.is_cut for life in lives), size=len(lives),
+    )  # fmt: skip
+
+
+def grouped(lives: list[Life], most: int) -> list[Life]:
+    """At most `most` rows: neighbours in arrival share one when there are more."""
+    size = -(-len(lives) // most)
+    return lives if size <= 1 else [merged(lives[i : i + size]) for i in range(0, len(lives), size)]
+
+
+# ---- in words -------------------------------------------------------------------------------------
+
+
+def seconds(value: float) -> str:
+    """A time for people: 12.3 s, 606 ms, 4.6 ms, 480 µs."""
+    scaled, unit, most = value, "s", 100
+    if value < 0.9995:
+        scaled, unit, most = (value * 1e3, "ms", 10) if value >= 0.0009995 else (value * 1e6, "µs", 10)
+    text = f"{scaled:.1f}" if scaled < most - 0.05 else f"{scaled:.0f}"
+    return f"{text.removesuffix('.0')} {unit if value else 's'}"
+
+
+def round_up(number: int) -> int:
+    """The next of 1, 2, 5, 10, 20, 50 …"""
+    power = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * power >= number:
+                return factor * power
+        power *= 10
+
+
+def round_times(span: float, most: int) -> list[tuple[float, str]]:
+    """At most `most` + 1 round moments from 0 to `span` seconds, with their labels."""
+    end = int(span * 1e6 + 0.5)  # whole microseconds: fractions don't add up
+    every = round_up(-(-end // max(1, most)))
+    factor, unit = (1e6, "s") if end >= 1_000_000 else (1e3, "ms")
+    return [(t / 1e6, f"{t / factor:g} {unit}" if t else "0") for t in range(0, end + 1, every)]
+
+
+def round_steps(numbers: list[int], most: int) -> list[tuple[int, str]]:
+    """At most `most` + 1 steps with a round number: (place, label)."""
+    every = round_up(-(-len(numbers) // max(1, most)))
+    return [(place, str(number)) for place, number in enumerate(numbers) if number % every == 0]
+
+
+def plural(number: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def headline(story: Story) -> list[str]:
+    """The numbers that sum up a run."""
+    parts = [plural(len(story.lives), "request"), f"{plural(len(story.ends), 'step')} in {seconds(story.duration)}"]
+    longest = max(story.lives, key=lambda life: life.prompt_tokens, default=None)
+    if longest and longest.ttft is not None and longest.prompt_tokens > story.long_prompt:
+        parts.append(f"first token of {longest.label} after {seconds(longest.ttft)}")
+    if story.stalled:
+        parts.append(f"longest gap between two tokens {seconds(story.stalled.stall)}")
+    return parts
+
+
+def alt_text(trace: Trace, *, labels: dict[str, str] | None = None) -> str:
+    """What a timeline shows, in two sentences with its numbers: for alt= and for the ear."""
+    return describe(read(trace, labels))
+
+
+def describe(story: Story) -> str:
+    """`alt_text` of a trace that was read already."""
+    requests = plural(len(story.lives), "request")
+    if not story.ends:
+        return f"Timeline of {requests}: no step has run yet."
+    decodes = sum(len(life.decodes) for life in story.lives)
+    sizes = [last - first + 1 for life in story.lives for _, first, last in life.prefills]
+    preempted = sum(len(life.preempted) for life in story.lives)
+    cut = sum(life.is_cut for life in story.lives)
+    parts = [plural(decodes, "decode token"), plural(len(sizes), "prefill chunk")]
+    parts[1] += f" of up to {plural(max(sizes), 'token')}" if sizes else ""
+    parts += [plural(preempted, "preemption")] if preempted else []
+    parts += [f"{cut} cancelled"] if cut else []
+    text = f"Timeline of {requests} over {plural(len(story.ends), 'step')} ({seconds(story.duration)}): {', '.join(parts)}."
+    return text if story.stalled is None else f"{text} {_describe_gap(story, story.stalled)}"
+
+
+def _describe_gap(story: Story, life: Life) -> str:
+    """The longest gap, whose it is, and what the engine did meanwhile."""
+    before, after = life.gaps_from(life.stall)[0]
+    text = f"The longest gap between two tokens is {seconds(life.stall)}"
+    if not story.has_stall:
+        return f"{text}: every stream flows."
+    if any(before < place <= after for place in life.preempted):
+        return f"{text}: {life.label} was preempted."
+    chunks = [(last - first + 1, other.label) for other in story.lives for place, first, last in other.prefills
+              if before < place <= after]  # fmt: skip
+    size, label = max(chunks, default=(0, ""))
+    if not size:
+        return f"{text} ({life.label})."
+    return f"{text}: {life.label} stands still while a step computes {size} prompt tokens of {label}."

@@ -1,0 +1,125 @@
+"""What all pictures share: colours for a light and a dark page, simple shapes, and `show` for a notebook.
+
+Standard library only; whole numbers only, so that the same picture is the same bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+
+# Okabe-Ito colours, for a light and a dark page. The background is the picture's own: inside an
+# <img> it can't see the page's, and a colour that is right on both doesn't exist.
+STYLE = {
+    "bg": ("fill", "#fff", "#111"),
+    "ink": ("fill", "#333", "#ddd"),
+    "mute": ("fill", "#6a6a6a", "#9aa0a6"),
+    "warn": ("fill", "#9c3f77", "#e39ac4"),
+    "on": ("fill", "#111", "#111"),
+    "grid": ("fill", "#eee", "#232323"),
+    "prefill": ("fill", "#d55e00", "#e8751a"),
+    "decode": ("fill", "#0072b2", "#3d9bd6"),
+    "tick": ("stroke", "#0072b2", "#3d9bd6"),
+    "stream": ("fill", "#9cc7e0", "#27516b"),
+    "unused": ("fill", "#ececec", "#2a2a2a"),
+    "stall": ("fill", "#f7e3ef", "#4a2843"),
+    "wait": ("stroke", "#767676", "#9aa0a6"),
+    "first": ("fill", "#009e73", "#2bbf95"),
+    "end": ("fill", "#333", "#ddd"),
+    "cancel": ("stroke", "#333", "#ddd"),
+    "preempt": ("fill", "#9c3f77", "#e39ac4"),
+    "brace": ("stroke", "#9c3f77", "#e39ac4"),
+}
+SLANTED = ("first", "preempt", "cancel")  # shapes whose edges are smoothed; all others are crisp
+
+
+def css() -> str:
+    """One rule a kind. The names begin with lm- since a style inline in a page applies to all of it."""
+    rules = [
+        "svg:root{color-scheme:light dark}.lm-t{font:11px system-ui,sans-serif}.lm-h{font-size:15px;font-weight:600}",
+        ".lm-b{font-weight:600}.lm-m{text-anchor:middle}.lm-e{text-anchor:end}.lm-c{shape-rendering:crispEdges}",
+    ]
+    for name, (what, light, dark) in STYLE.items():
+        only = "fill:none;stroke-width:1;" if what == "stroke" else ""
+        rules.append(f".lm-{name}{{{only}{what}:{light};{what}:light-dark({light},{dark})}}")
+    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-s{font-size:9px}")
+    rules.append(".lm-first,.lm-preempt{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
+    return "".join(rules)
+
+
+def box(left: int, right: int, top: int, height: int) -> str:
+    """One subpath; it is never thinner than a pixel."""
+    return f"M{left} {top}h{max(1, right - left)}v{height}H{left}z"
+
+
+def diamond(x: int, y: int, r: int) -> str:
+    return f"M{x} {y - r}l{r} {r}l-{r} {r}l-{r}-{r}z"
+
+
+def triangle(x: int, y: int, r: int) -> str:
+    return f"M{x - r} {y - r}h{2 * r}l-{r} {2 * r}z"
+
+
+def cross(x: int, y: int, r: int) -> str:
+    return f"M{x - r} {y - r}l{2 * r} {2 * r}m0-{2 * r}l-{2 * r} {2 * r}"
+
+
+def text_width(text: str, size: int = 11) -> int:
+    """Pixels, on the safe side: fonts differ."""
+    return len(text) * size * 63 // 100
+
+
+def short(text: str, width: int, size: int = 11) -> str:
+    """The text, cut to a width in pixels."""
+    while text_width(text, size) > width:
+        text = text[:-2] + "…"
+    return text
+
+
+class Svg:
+    """Collects the parts of one picture."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.parts: list[str] = []
+
+    def path(self, kind: str, shapes: list[str]) -> None:
+        """All shapes of one kind in one element; nothing when there are none."""
+        data = "".join(shapes)
+        if data:
+            crisp = "" if kind in SLANTED else " lm-c"
+            self.parts.append(f'<path class="lm-{kind}{crisp}" d="{data}"/>')
+
+    def text(self, x: int, y: int, text: str, classes: str = "ink") -> None:
+        """classes: a colour, then b bold, s small, m middle or e end of the text at x."""
+        names = " ".join(f"lm-{name}" for name in classes.split())
+        self.parts.append(f'<text x="{x}" y="{y}" class="{names}">{escape(text, quote=False)}</text>')
+
+    def page(self, height: int, title: str, desc: str) -> str:
+        """The whole file; title and desc are for the ear."""
+        width = self.width
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            f'role="img" class="lm-t"><title>{escape(title, quote=False)}</title><desc>{escape(desc, quote=False)}</desc>'
+            f'<style>{css()}</style><rect class="lm-bg" width="{width}" height="{height}"/>{"".join(self.parts)}</svg>'
+        )
+
+
+class Picture:
+    """An SVG for a notebook: an <img> with alt text, which a notebook that isn't trusted shows as well."""
+
+    def __init__(self, svg: str, alt: str) -> None:
+        self.svg, self.alt = svg, alt
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        data = base64.b64encode(self.svg.encode()).decode()
+        image = f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.alt)}">'
+        return {"text/html": image, "text/plain": self.alt}
+
+    def __repr__(self) -> str:
+        return self.alt
+
+
+def show(svg: str, alt: str) -> Picture:
+    """The picture as the value of a notebook cell."""
+    return Picture(svg, alt)

@@ -1,0 +1,68 @@
+"""Paged attention: how a flat batch attends to K/V that lies scattered over blocks.
+
+A backend is a function `attend(query, layer, context, scaling)`; BACKENDS has them by name. All
+are called through transformers' AttentionInterface, so a model's own forward is used as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...batch import Batch
+from ..kv_cache import KVCache
+from .reference import attend as reference
+
+BACKENDS = {"reference": reference}
+
+IMPLEMENTATION = "course_lib_paged"  # our name in transformers' AttentionInterface
+
+
+def default_backend(device: torch.device | str) -> str:
+    """The backend that "auto" means on this device."""
+    return "reference"
+
+
+class PagedContext:
+    """What attention needs to know of a batch of T tokens and S sequences, as tensors; made once a step.
+
+    slot_mapping     [T]  slots that the step's K/V is written to
+    query_start_loc  S + 1 row numbers (plain ints)
+    context_lens     S lengths (plain ints)
+    context_slots    S tensors [context_len]: where each sequence's K/V lies, position by position
+    """
+
+    def __init__(self, batch: Batch, kv_cache: KVCache, attend) -> None:
+        device = kv_cache.k.device
+        self.kv_cache = kv_cache
+        self.attend = attend
+        self.query_start_loc = batch.query_start_loc
+        self.context_lens = batch.context_lens
+        self.slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
+        offsets = torch.arange(batch.block_size, device=device)
+        self.context_slots = []
+        for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
+            blocks = torch.tensor(table, dtype=torch.int64, device=device)
+            self.context_slots.append((blocks[:, None] * batch.block_size + offsets).flatten()[:length])
+
+
+def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, paged=None, **kwargs):
+    """What transformers calls in every layer: store this step's K/V, then attend to all cached K/V.
+
+    query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] of the flat row;
+    returns ([1, T, heads, head_dim], None). `paged` is the PagedContext given to the model's forward.
+    """
+    for unsupported in ("softcap", "s_aux"):
+        if kwargs.get(unsupported) is not None:
+            raise NotImplementedError(f"this model's attention uses {unsupported}, which the paged backends don't know")
+    layer = module.layer_idx
+    paged.kv_cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.slot_mapping)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged.attend(query[0].transpose(0, 1), layer, paged, scaling)[None], None
+
+
+def register() -> None:
+    """Make `paged_attention_forward` known to transformers, with a mask function that makes none."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)

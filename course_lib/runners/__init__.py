@@ -1,0 +1,9 @@
+"""What computes a step: the protocol, and the runners that need no torch.
+
+`ModelRunner` (a real model) lives in `course_lib.runners.model`, which imports torch.
+"""
+
+from .base import Runner, Sample, Tokenizer
+from .fake import FakeRunner
+
+__all__ = ["FakeRunner", "Runner", "Sample", "Tokenizer"]

@@ -1,0 +1,49 @@
+"""The contract between the engine and whatever computes a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ..batch import Batch
+
+
+class Sample(NamedTuple):
+    """The token chosen for one row of `Batch.sample_rows`.
+
+    logprobs: {token id: log-probability} when the request asked for it, else None.
+    error: why no token could be chosen for this request; it then ends with reason "error".
+    """
+
+    token_id: int
+    logprobs: dict[int, float] | None = None
+    error: str | None = None
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer; those of transformers fit."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Runner(Protocol):
+    """Computes batches. One runner serves one engine at a time.
+
+    A runner with KV memory of its own also has `init_kv_cache(num_blocks, block_size)`, which the
+    engine calls once, when it is made.
+    """
+
+    vocab_size: int
+    max_model_len: int  # most tokens of one request that it can take
+    tokenizer: Tokenizer | None
+
+    def execute(self, batch: Batch) -> list[Sample]:
+        """Run one forward pass; one Sample per row of `batch.sample_rows`, in that order."""
+        ...
+
+    def now(self) -> float:
+        """Seconds, from any fixed start: wall clock, or virtual in a simulation."""
+        ...

@@ -1,0 +1,106 @@
+"""ModelRunner: a real language model behind the Runner protocol.
+
+The model is transformers' own; only its attention is ours. The batch goes in as one flat row of
+tokens with their positions, whatever mix of chunks and decodes it holds.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import torch
+
+from ..batch import Batch, build_batch
+from ..model import LoadedModel, load_model
+from ..model.attention import BACKENDS, IMPLEMENTATION, PagedContext, default_backend, register
+from ..model.kv_cache import KVCache
+from ..model.sampler import sample
+from ..scheduler import ScheduledChunk, SchedulerOutput
+from ..sequence import Sequence
+from .base import Sample
+
+
+class ModelRunner:
+    """Runs a transformers causal LM over a paged KV cache.
+
+    model: a LoadedModel, or a name for `load_model`. attention: "auto" or a name in BACKENDS.
+    """
+
+    def __init__(self, model: LoadedModel | str, attention: str = "auto") -> None:
+        loaded = load_model(model) if isinstance(model, str) else model
+        self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        config = self.model.config
+        self.attention = default_backend(self.model.device) if attention == "auto" else attention
+        if self.attention not in BACKENDS:
+            raise ValueError(f"attention={attention!r} is unknown: it must be 'auto' or one of {', '.join(BACKENDS)}")
+        self.vocab_size = config.vocab_size
+        # Within its window, sliding-window attention is plain causal attention.
+        window = getattr(config, "sliding_window", None)
+        self.max_model_len = min(config.max_position_embeddings, window or config.max_position_embeddings)
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        eos = config.eos_token_id if eos is None else eos
+        self.eos_token_ids = eos if isinstance(eos, list) else [eos]
+        self.kv_cache: KVCache | None = None
+        register()
+
+    def init_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Fresh K/V memory; the engine calls this once. An engine made earlier can't go on with this runner."""
+        config = self.model.config
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.kv_cache = KVCache(
+            config.num_hidden_layers, num_blocks, block_size,
+            getattr(config, "num_key_value_heads", None) or heads, head_dim, self.model.dtype, self.model.device,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[Sample]:
+        """One forward pass over the flat batch; samples the rows of `batch.sample_rows`."""
+        logits = self.forward(batch)
+        return sample(logits, batch.sampled) if batch.sampled else []
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, vocab] of the rows to sample; the K/V of all rows is stored on the way."""
+        device = self.model.device
+        with self._paged_attention():
+            return self.model(
+                input_ids=torch.tensor([batch.token_ids], device=device),
+                position_ids=torch.tensor([batch.positions], device=device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(batch.sample_rows, dtype=torch.int64, device=device),
+                paged=PagedContext(batch, self.kv_cache, BACKENDS[self.attention]),
+            ).logits[0]
+
+    @torch.inference_mode()
+    def run_prefill_chunk(self, sequence: Sequence, chunk_token_ids: list[int], start_pos: int) -> torch.Tensor | None:
+        """Compute one chunk of one sequence: a batch of one on the way that every batch takes.
+
+        sequence.block_table must cover the chunk. Stores the chunk's K/V; moves no counter.
+        Returns the last position's logits [vocab] if the chunk reaches the last known token, else None.
+        Raises ValueError for a chunk that isn't the known tokens at start_pos.
+        """
+        length = len(chunk_token_ids)
+        if not length or list(chunk_token_ids) != sequence.token_ids(start_pos, length):
+            raise ValueError(
+                f"chunk_token_ids ({length} tokens) are not the tokens of {sequence.request_id!r} at "
+                f"start_pos={start_pos}: it has {sequence.known_token_count} known tokens"
+            )
+        is_last = start_pos + length == sequence.known_token_count
+        chunk = ScheduledChunk(sequence, start_pos, length, "prefill", is_last)
+        logits = self.forward(build_batch(SchedulerOutput(0, self.kv_cache.block_size, [chunk])))
+        return logits[0] if is_last else None
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @contextmanager
+    def _paged_attention(self):
+        """Our attention while the engine's forward runs; the model's own before and after (for generate())."""
+        config = self.model.config
+        before = config._attn_implementation
+        config._attn_implementation = IMPLEMENTATION
+        try:
+            yield
+        finally:
+            config._attn_implementation = before

@@ -1,0 +1,298 @@
+"""Who gets which tokens computed in the next step.
+
+There is no prefill phase and no decode phase. A sequence has known tokens (prompt and output) and
+cached tokens (those whose K/V is stored); a step moves some sequences' cached count towards their
+known count. Decode is the chunk of length one at the end of that road.
+
+One step spends three budgets, tokens, sequences and KV blocks, in this order:
+
+1. decode:   every RUNNING sequence gets its one token,
+2. prefill:  then chunks, PREFILLING before WAITING (or as the policy says),
+3. progress: if blocks left the step empty, the oldest holder goes on, at others' expense if need be.
+
+Nothing is counted as done before the forward pass returned: `commit` moves the counters and the
+queues, `rollback` gives back the blocks of a step that failed.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .policies import make_policy
+from .sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
+from .slots import blocks_needed
+
+by_arrival = attrgetter("arrival")
+
+# Why a request got nothing in a step. Of several, the first that applies is given.
+REASONS = (
+    "seq_budget",  # as many sequences are in flight as max_num_seqs allows
+    "token_budget",  # the step's tokens are spent
+    "partial_prefill_cap",  # as many are PREFILLING as max_num_partial_prefills allows
+    "kv_blocks",  # its blocks are not free, or it was just preempted
+    "decode_share",  # decode may not take more of the budget while prefill waits
+    "queue",  # behind one that can't go on
+)
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens start_pos … start_pos + num_tokens - 1 of a sequence, to be computed in this step.
+
+    kind is "prefill" or "decode"; is_last: the chunk reaches the last known token, so its last
+    row's logits give the next token.
+    """
+
+    sequence: Sequence
+    start_pos: int
+    num_tokens: int
+    kind: str
+    is_last: bool
+
+
+@dataclass
+class SchedulerOutput:
+    """What one step computes, and why the others have to wait."""
+
+    step: int
+    block_size: int
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)  # request id -> one of REASONS
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Scheduler:
+    """Keeps the queues and decides, step by step, what is computed.
+
+    `waiting` holds preempted sequences in front, by arrival, then the new ones as they came;
+    `prefilling` and `running` are in arrival order. To write your own scheduler, subclass this
+    and override `schedule`.
+    """
+
+    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.policy = make_policy(config.policy)
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.step = 0
+
+    # ---- deciding -------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's chunks, and allocate the blocks that they write to."""
+        out = SchedulerOutput(self.step, self.config.block_size)
+        left_out = self._schedule_decodes(out)
+        tokens = self._schedule_prefills(out, self.config.max_num_batched_tokens - len(out.chunks))
+        for sequence in left_out:  # what prefill left goes back to decode, at nobody's expense
+            if sequence.status is RUNNING:
+                if tokens and self._decode(out, sequence):
+                    tokens -= 1
+                else:
+                    out.reasons[sequence.request_id] = "kv_blocks" if tokens else "decode_share"
+        if not out.chunks and self.has_unfinished():
+            self._force_progress(out)
+        return out
+
+    def _schedule_decodes(self, out: SchedulerOutput) -> list[Sequence]:
+        """Give RUNNING sequences their token; returns those that the decode share leaves out."""
+        chosen, left_out = list(self.running), []
+        if self.prefilling or self.waiting:
+            cap = max(1, int(self.config.max_decode_share * self.config.max_num_batched_tokens))
+            if len(chosen) > cap:  # those that have gone longest without a token come first
+                rotation = sorted(chosen, key=lambda s: (s.last_step, s.arrival))
+                chosen, left_out = sorted(rotation[:cap], key=by_arrival), rotation[cap:]
+        for sequence in chosen:  # oldest first, so that a victim has nothing scheduled yet
+            while sequence.status is RUNNING and not self._decode(out, sequence):
+                self._preempt(out, max(self._holders(), key=by_arrival))
+        return left_out
+
+    def _decode(self, out: SchedulerOutput, sequence: Sequence) -> bool:
+        """Schedule the one token of a RUNNING sequence; False if it needs a block and none is free."""
+        start = sequence.cached_token_count
+        if start == len(sequence.block_table) * self.config.block_size:
+            if not self.block_manager.allocate(sequence, start + 1):
+                return False
+        out.chunks.append(ScheduledChunk(sequence, start, 1, "decode", True))
+        return True
+
+    def _schedule_prefills(self, out: SchedulerOutput, tokens: int) -> int:
+        """Spend `tokens` on PREFILLING and WAITING sequences; returns how many are left."""
+        config = self.config
+        seqs = config.max_num_seqs - len(self.prefilling) - len(self.running)
+        partial = len(self.prefilling)  # sequences that will be PREFILLING after this step
+        candidates = self.policy.order(self.prefilling, self.waiting, self.step)
+        ahead = {WAITING: len(self.waiting), PREFILLING: len(self.prefilling)}
+        stopped = False  # someone's blocks are not free: no one behind it gets prefill
+        closed = bool(out.preempted)  # no more admissions: the head can't go in
+        for sequence in candidates:
+            status = sequence.status
+            is_new = status is WAITING
+            reason = None
+            if sequence.request_id in out.reasons:
+                pass  # preempted in this step
+            elif is_new and seqs == 0:
+                reason = "seq_budget"
+            elif tokens == 0:
+                reason = "token_budget"
+            elif stopped or (is_new and closed):
+                reason = "queue"
+            else:
+                served = ahead[PREFILLING] + min(ahead[WAITING], 0 if closed else seqs)
+                share = self.policy.share(config.max_num_batched_tokens, tokens, served, config.block_size)
+                is_capped = config.max_num_partial_prefills is not None and partial >= config.max_num_partial_prefills
+                reason = self._prefill(out, sequence, tokens, share, is_capped)
+                if reason is None:
+                    chunk = out.chunks[-1]
+                    tokens -= chunk.num_tokens
+                    seqs -= is_new
+                    partial += is_new - chunk.is_last
+                stopped = reason == "kv_blocks"
+                closed |= is_new and reason is not None
+            ahead[status] -= 1
+            if reason:
+                out.reasons[sequence.request_id] = reason
+        return tokens
+
+    def _prefill(self, out: SchedulerOutput, sequence: Sequence, tokens: int, share: int, is_capped: bool) -> str | None:
+        """Schedule a chunk of at most `tokens` and at most `share` tokens, or return the reason why not."""
+        is_new = sequence.status is WAITING
+        matched = self.block_manager.match(sequence) if is_new else []
+        start = sequence.cached_token_count + len(matched) * self.config.block_size
+        size = self._chunk_size(sequence, start, tokens, share)
+        is_last = start + size == sequence.known_token_count
+        if size == 0:
+            return "token_budget"
+        if is_new and is_capped and not is_last:
+            return "partial_prefill_cap"
+        if is_new and not self._can_admit(sequence, matched, start + size):
+            return "kv_blocks"
+        self.block_manager.adopt(sequence, matched)
+        if not self.block_manager.allocate(sequence, start + size):
+            return "kv_blocks"
+        out.chunks.append(ScheduledChunk(sequence, start, size, "prefill", is_last))
+        if is_new:
+            out.admitted.append(sequence)
+        return None
+
+    def _chunk_size(self, sequence: Sequence, start: int, tokens: int, share: int) -> int:
+        """Tokens of the next chunk; 0 when a prompt that must go in whole doesn't fit."""
+        remaining = sequence.known_token_count - start
+        limit = self.config.max_prefill_chunk_size
+        if limit is None:
+            if not sequence.num_preemptions:
+                return remaining if remaining <= tokens else 0
+            limit = remaining  # prompt and output of a recomputation may be longer than the budget
+        return min(remaining, limit, tokens, max(1, share))
+
+    def _can_admit(self, sequence: Sequence, matched: list, end: int) -> bool:
+        """Are the blocks for a first chunk up to `end` free, and the watermark beyond them?
+
+        A preempted sequence asks for all its known tokens, or it would be preempted again at once.
+        """
+        goal = sequence.known_token_count if sequence.num_preemptions else end
+        held_by_others = len(matched) - self.block_manager.num_idle(matched)
+        need = blocks_needed(goal, self.config.block_size) - held_by_others
+        spare = self.config.watermark_blocks if self.block_manager.num_used else 0
+        return need + spare <= self.block_manager.num_free
+
+    def _force_progress(self, out: SchedulerOutput) -> None:
+        """Blocks left the step empty: the oldest holder gets what it can use, the newest give way."""
+        tokens = self.config.max_num_batched_tokens
+        holders = sorted(self._holders(), key=by_arrival)
+        while holders:
+            oldest = holders[0]
+            start = oldest.cached_token_count
+            size = min(self._chunk_size(oldest, start, tokens, tokens), self.block_manager.capacity_left(oldest))
+            if size > 0:
+                self.block_manager.allocate(oldest, start + size)
+                kind = "decode" if oldest.status is RUNNING else "prefill"
+                is_last = start + size == oldest.known_token_count
+                out.chunks.append(ScheduledChunk(oldest, start, size, kind, is_last))
+                out.reasons.pop(oldest.request_id, None)
+                return
+            self._preempt(out, holders.pop())
+        if self._prefill(out, self.waiting[0], tokens, tokens, is_capped=False) is None:
+            out.reasons.pop(self.waiting[0].request_id, None)
+
+    def _holders(self) -> list[Sequence]:
+        """The sequences that hold blocks."""
+        return self.prefilling + self.running
+
+    def _preempt(self, out: SchedulerOutput, victim: Sequence) -> None:
+        self.preempt(victim)
+        out.preempted.append(victim)
+        out.reasons[victim.request_id] = "kv_blocks"
+
+    # ---- keeping the queues ---------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def unfinished(self) -> list[Sequence]:
+        return self.running + self.prefilling + self.waiting
+
+    def commit(self, out: SchedulerOutput) -> None:
+        """The forward pass returned: move the counters, and the sequences to their new queues."""
+        for sequence, start, num_tokens, kind, is_last in out.chunks:
+            status = sequence.status
+            if status is FINISHED:  # cancelled while the forward pass ran
+                continue
+            if status is WAITING and not sequence.num_preemptions:
+                sequence.prefix_hit_tokens = start
+            cached = start + num_tokens
+            sequence.cached_token_count = cached
+            sequence.last_step = out.step
+            if cached // self.config.block_size > len(sequence.block_keys):
+                self.block_manager.register(sequence)
+            if status is not RUNNING and (is_last or status is WAITING):
+                self._queue(sequence).remove(sequence)
+                sequence.transition_to(RUNNING if is_last else PREFILLING)
+                insort(self._queue(sequence), sequence, key=by_arrival)
+        self.step += 1
+
+    def rollback(self, out: SchedulerOutput) -> None:
+        """The forward pass failed: give back the blocks that its chunks took. Preemptions stay."""
+        for chunk in out.chunks:
+            self.block_manager.truncate(chunk.sequence, chunk.sequence.cached_token_count)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give back the blocks of a PREFILLING or RUNNING sequence; its tokens are kept.
+
+        It returns to the front of WAITING and recomputes all its known tokens before it goes on.
+        """
+        queue = self._queue(sequence)
+        sequence.transition_to(WAITING)
+        queue.remove(sequence)
+        self.block_manager.free(sequence)
+        sequence.cached_token_count = 0
+        sequence.num_preemptions += 1
+        place = 0
+        for other in self.waiting:
+            if not other.num_preemptions or other.arrival > sequence.arrival:
+                break
+            place += 1
+        self.waiting.insert(place, sequence)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a request in whatever state it is, and give back its blocks."""
+        self._queue(sequence).remove(sequence)
+        sequence.transition_to(FINISHED)
+        sequence.finish_reason = reason
+        self.block_manager.free(sequence)
+
+    def _queue(self, sequence: Sequence) -> list[Sequence]:
+        return {WAITING: self.waiting, PREFILLING: self.prefilling, RUNNING: self.running}[sequence.status]

@@ -1,0 +1,45 @@
+"""Shared by all tests: no network, torch's threads, and the two models, loaded once."""
+
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; tests need no network
+
+
+def num_cores():
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.fixture(autouse=True)
+def torch_threads(request):
+    """All cores for SmolLM2, one for everything smaller: with two, a busy machine makes a tiny model ten times slower."""
+    if "torch" in sys.modules:  # never imported for a test that doesn't use it
+        sys.modules["torch"].set_num_threads(num_cores() if "smollm2" in request.fixturenames else 1)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The 2-layer model with fixed random weights, and its byte tokenizer."""
+    from course_lib.model import load_model
+
+    return load_model("tiny", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32. Tests that use it are skipped where it can't be had."""
+    from course_lib.model import load_model
+
+    try:
+        return load_model("smollm2", device="cpu")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2):
+    """A real byte-pair tokenizer: a token can be part of a character, or a word with its leading space."""
+    return smollm2.tokenizer
