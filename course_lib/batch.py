@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .scheduler import SchedulerOutput
 from .sequence import Sequence
@@ -41,6 +42,18 @@ class Batch:
     sequences: list[Sequence]
     sampled: list[Sequence]
     block_size: int
+
+
+class Sample(NamedTuple):
+    """The token chosen for one row of `Batch.sample_rows`.
+
+    logprobs: {token id: log-probability} when the request asked for it, else None.
+    error: why no token could be chosen for this request; it then ends with reason "error".
+    """
+
+    token_id: int
+    logprobs: dict[int, float] | None = None
+    error: str | None = None
 
 
 def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping = default_slot_mapping) -> Batch:

@@ -54,6 +54,13 @@ class _Checked:
         if not (optional and value is None):
             self._set(field, check_int(field, value, minimum))
 
+    def _tuple(self, field: str, what: str) -> tuple:
+        value = getattr(self, field)
+        try:
+            return () if value is None else tuple(value)
+        except TypeError:
+            raise TypeError(f"{field} must be a list of {what}, got {value!r}") from None
+
 
 @dataclass(frozen=True)
 class EngineConfig(_Checked):
@@ -116,7 +123,7 @@ class EngineConfig(_Checked):
         if isinstance(self.policy, str):
             if self.policy not in POLICY_NAMES:
                 raise ValueError(f"policy={self.policy!r} is unknown: it must be one of {', '.join(POLICY_NAMES)}")
-        elif not callable(getattr(self.policy, "order", None)):
+        elif isinstance(self.policy, type) or not callable(getattr(self.policy, "order", None)):
             raise TypeError(f"policy must be a name or an object with an order() method, got {self.policy!r}")
 
     @property
@@ -172,17 +179,14 @@ class SamplingParams(_Checked):
         self._set("repetition_penalty", check_number("repetition_penalty", self.repetition_penalty, *above_zero))
         self._check_int("seed", 0, optional=True)
         self._check_int("logprobs", 0, optional=True)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", "strings")
         for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must hold strings, got {text!r} ({type(text).__name__})")
             if not text:
                 raise ValueError("stop='' is not allowed: a stop string must have at least 1 character")
         self._set("stop", stop)
-        try:
-            ids = tuple(self.stop_token_ids or ())
-        except TypeError:
-            raise TypeError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}") from None
+        ids = self._tuple("stop_token_ids", "token ids")
         self._set("stop_token_ids", tuple(check_int("stop_token_ids", i, 0) for i in ids))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")

@@ -200,6 +200,38 @@ class LivePanel:
         self._drawn = len(lines)
 
 
+class Watch:
+    """Prints one request's text as it streams, and marks where a reader had to wait for it.
+
+    A wait is a gap of more than `pause` seconds between two of its tokens.
+    """
+
+    def __init__(self, name: str, pause: float = 0.3, width: int = 90) -> None:
+        self.name, self.pause, self.width = name, pause, width
+        self._last: float | None = None
+        self._column = 0
+
+    def __call__(self, engine: Engine, outputs: list[RequestOutput]) -> None:
+        now = engine.runner.now()
+        for output in outputs:
+            if output.request_id == self.name:
+                if self._last is not None and now - self._last > self.pause:
+                    self._print(f" [... {now - self._last:.1f} s ...]")
+                self._last = now
+                self._print(output.new_text)
+                if output.finished:
+                    print()
+            elif output.request_id == DOCUMENT and len(output.token_ids) == 1:
+                self._print(" [the document's first token]")
+
+    def _print(self, text: str) -> None:
+        text = text.replace("\n", " ")
+        if self._column + len(text) > self.width and text.startswith(" "):
+            text, self._column = "\n" + text[1:], -1
+        print(text, end="", flush=True)
+        self._column += len(text)
+
+
 def main(args) -> int:
     """`python -m course_lib demo`: run, show, compare."""
     from .lab import compare, timeline_text

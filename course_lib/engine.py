@@ -12,15 +12,15 @@ import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from . import metrics as metrics_module
-from .batch import SlotMapping, build_batch
+from .batch import Sample, SlotMapping, build_batch
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams, check_int
-from .runners.base import Runner, Sample
+from .runners.base import Runner
 from .scheduler import Scheduler, SchedulerOutput
 from .sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
 from .slots import blocks_needed, slot_mapping
@@ -106,19 +106,18 @@ class Engine:
         self.scheduler = scheduler(config, self.block_manager)
         self.slot_mapping = slot_mapping
         self.on_step = on_step
-        settings = asdict(config) | {"policy": getattr(config.policy, "name", config.policy)}
-        self.trace = Trace(settings | {"max_model_len": self.max_model_len})
+        policy = config.policy if isinstance(config.policy, str) else getattr(config.policy, "name", type(config.policy).__name__)
+        self.trace = Trace({**vars(config), "policy": policy, "max_model_len": self.max_model_len})
         self._record_trace = record_trace
         self._sequences: dict[str, Sequence] = {}  # live ones, and ended ones not yet delivered
         self._outbox: deque[RequestOutput] = deque()
         self._reasons: dict[str, str] = {}  # request id -> why the last step gave it nothing
-        self._ended_waits: dict[str, None] = {}  # to go into the next record
-        self._trace_names: dict[str, str] = {}
+        self._record = StepRecord()  # the next step's; what happens between steps goes into it as well
         self._num_added = 0
-        self._lock = threading.RLock()
-        self._stepping = False
-        self._step_index = 0
         self._num_empty = 0
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that holds the lock
+        self._stepping = False
         self._to_cancel: set[str] = set()
         if hasattr(runner, "init_kv_cache"):
             runner.init_kv_cache(config.num_blocks, config.block_size)
@@ -188,7 +187,7 @@ class Engine:
             raise TypeError(f"cache_salt must be a string or None, got {cache_salt!r}")
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
-        with self._lock:
+        with self._exclusive():
             if request_id is None:
                 number = self._num_added
                 while (request_id := f"r{number}") in self._sequences:
@@ -207,9 +206,7 @@ class Engine:
             self._num_added += 1
             self._sequences[request_id] = sequence
             if self._record_trace:
-                if self._reasons.pop(request_id, None):  # an ended request had this id
-                    self._ended_waits[self._trace_names[request_id]] = None
-                self._trace_names[request_id] = sequence.trace_name = self.trace.unique_name(request_id)
+                sequence.trace_name = self.trace.unique_name(request_id)
                 self.trace.requests[sequence.trace_name] = RequestRecord(
                     sequence.trace_name, request_id, len(token_ids), max_new_tokens,
                     sequence.arrival_time, sequence.arrival_step, priority,
@@ -231,21 +228,36 @@ class Engine:
         `on_step`) it returns at once and takes effect when the forward pass returns; the token in
         flight is dropped.
         """
-        with self._lock:
+        if self._owner == threading.get_ident():
+            # This thread is inside the engine: the garbage collector is closing a forgotten stream.
+            self._to_cancel.add(request_id)
+            return True
+        with self._exclusive():
             sequence = self._sequences.get(request_id)
             if sequence is None or sequence.status is FINISHED or request_id in self._to_cancel:
                 return False
-            if self._stepping:
-                self._to_cancel.add(request_id)
-            else:
-                self._outbox.append(self._finish(sequence, "cancelled"))
+            self._to_cancel.add(request_id)  # carried out on leaving, or by the step that is under way
             return True
+
+    @contextlib.contextmanager
+    def _exclusive(self):
+        """The lock; and before it is given back, the cancels that came meanwhile."""
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                if self._to_cancel and not self._stepping:
+                    self._outbox.extend(self._apply_cancels())
+                self._owner = None
 
     def preempt(self, request_id: str) -> None:
         """Take a request's blocks away, as a full pool would. For lessons and tests; between steps only."""
-        with self._lock:
+        with self._exclusive():
+            if self._stepping:
+                raise RuntimeError(f"request_id={request_id!r} can't be preempted while a step is running")
             sequence = self._sequences.get(request_id)
-            if sequence is None or sequence.status not in (PREFILLING, RUNNING) or self._stepping:
+            if sequence is None or sequence.status not in (PREFILLING, RUNNING):
                 state = "unknown" if sequence is None else sequence.status.name
                 raise ValueError(f"request_id={request_id!r} is {state}: only PREFILLING and RUNNING can be preempted")
             self.scheduler.preempt(sequence)
@@ -254,34 +266,46 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns an output per request that got a token or ended."""
-        if self._stepping:
-            raise RuntimeError("step() was called while a step is running")
-        if getattr(self.runner, "kv_cache", None) is not self._kv_cache:
-            raise RuntimeError("this engine's runner now serves a newer engine: make a new Engine to go on")
-        with self._lock:
+        self._compute()
+        return self._deliver(self._sequences.keys())
+
+    def _compute(self) -> None:
+        """One step, its outputs put into the outbox."""
+        with self._exclusive():
+            if self._stepping:
+                raise RuntimeError("step() was called while a step is running")
+            if getattr(self.runner, "kv_cache", None) is not self._kv_cache:
+                raise RuntimeError("this engine's runner now serves a newer engine: make a new Engine to go on")
             if not self.scheduler.has_unfinished():
-                return self._deliver([])
-            record = StepRecord(self.scheduler.step, self.runner.now())
-            scheduled = self.scheduler.schedule()
-            blocks = self.block_manager
-            record.blocks_used, record.blocks_free, record.blocks_cached = blocks.num_used, blocks.num_free, blocks.num_cached
-            self._step_index, self._stepping = record.index, True
+                return
+            self._stepping = True
+            try:
+                record = self._record
+                record.index, record.start = self.scheduler.step, self.runner.now()
+                scheduled = self.scheduler.schedule()
+                self._note_blocks(record)
+            except BaseException:
+                self._give_up_step()
+                raise
         try:
             samples = self._forward(scheduled)
         except BaseException:
-            with self._lock:
-                self._stepping = False
-                self.scheduler.rollback(scheduled)
-                self._outbox.extend(self._apply_cancels())
+            with self._exclusive():
+                self._give_up_step()
             raise
-        with self._lock:
+        with self._exclusive():
             outputs = self._apply_cancels()
             self.scheduler.commit(scheduled)
             outputs += self._take_samples(scheduled, samples)
-            self._stepping = False
             record.end = self.runner.now()
             self._write_record(record, scheduled, outputs)
-            return self._deliver(outputs)
+            self._outbox.extend(outputs)
+            self._stepping = False
+
+    def _give_up_step(self) -> None:
+        """Scheduling or the forward pass failed: as if the step had not begun, but for its preemptions."""
+        self.scheduler.rollback()
+        self._stepping = False
 
     def _forward(self, scheduled: SchedulerOutput) -> list[Sample]:
         if self.on_step is not None:
@@ -296,6 +320,8 @@ class Engine:
         samples = self.runner.execute(batch)
         if len(samples) != len(batch.sample_rows):
             raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sample_rows)} rows")
+        if not all(isinstance(sample, Sample) for sample in samples):
+            raise RuntimeError(f"the runner must return a Sample for each row, got {samples!r:.200}")
         return samples
 
     def _take_samples(self, scheduled: SchedulerOutput, samples: list[Sample]) -> list[RequestOutput]:
@@ -334,18 +360,26 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, new_token_ids=(), new_text="", error=None) -> RequestOutput:
         """End a request now; returns its one terminal output, with the text held back so far."""
-        self.scheduler.finish(sequence, reason)
-        sequence.finish_time = self.runner.now()
         if sequence.detokenizer is not None and reason != "error":
             try:
                 new_text += sequence.detokenizer.flush()
+                reason = "stop" if sequence.detokenizer.stopped and reason == "length" else reason
             except Exception as failure:
-                sequence.finish_reason, error = "error", f"text at the end: {failure!r}"
+                reason, error = "error", f"text at the end: {failure!r}"
+        self.scheduler.finish(sequence, reason)
+        sequence.finish_time = self.runner.now()
+        self._to_cancel.discard(sequence.request_id)
+        self._end_wait(sequence)
         if self._record_trace:
             request = self.trace.requests[sequence.trace_name]
-            request.finish_reason, request.finish_time = sequence.finish_reason, sequence.finish_time
-            request.finish_step = self._step_index if self._stepping else self.scheduler.step
+            request.finish_reason, request.finish_time = reason, sequence.finish_time
+            request.finish_step = self._record.index if self._stepping else self.scheduler.step
         return self._output(sequence, list(new_token_ids), new_text, error)
+
+    def _end_wait(self, sequence: Sequence) -> None:
+        """An ended request waits no longer: forget its reason, and say so in the next record."""
+        if self._reasons.pop(sequence.request_id, None) is not None:
+            self._record.reasons[sequence.trace_name] = None
 
     def _output(self, sequence: Sequence, new_token_ids: list[int], new_text: str, error=None) -> RequestOutput:
         return RequestOutput(
@@ -359,43 +393,56 @@ class Engine:
         )  # fmt: skip
 
     def _apply_cancels(self) -> list[RequestOutput]:
-        """End what was cancelled while the forward pass ran."""
-        ended = sorted((self._sequences[request_id] for request_id in self._to_cancel), key=lambda s: s.arrival)
+        """End the requests whose cancelling was asked for."""
+        asked = [self._sequences.get(request_id) for request_id in list(self._to_cancel)]
         self._to_cancel.clear()
+        ended = sorted((s for s in asked if s is not None and s.status is not FINISHED), key=lambda s: s.arrival)
         return [self._finish(sequence, "cancelled") for sequence in ended]
 
-    def _deliver(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """What was kept for the caller, then `outputs`; ids of ended requests become free."""
-        outputs = [*self._outbox, *outputs]
-        self._outbox.clear()
-        for output in outputs:
-            if output.finished:
-                del self._sequences[output.request_id]
-        return outputs
+    def _deliver(self, request_ids: Collection[str], at_most: int | None = None) -> list[RequestOutput]:
+        """Take these requests' outputs out of the outbox; the ids of ended ones become free."""
+        with self._exclusive():
+            delivered, kept = [], deque()
+            for output in self._outbox:
+                wanted = output.request_id in request_ids and (at_most is None or len(delivered) < at_most)
+                (delivered if wanted else kept).append(output)
+            self._outbox = kept
+            for output in delivered:
+                if output.finished:
+                    del self._sequences[output.request_id]
+            return delivered
+
+    def _note_blocks(self, record: StepRecord) -> None:
+        """The pool as it is while the forward pass runs, and who took or gave back blocks since last time."""
+        blocks = self.block_manager
+        record.blocks_used, record.blocks_free, record.blocks_cached = blocks.num_used, blocks.num_free, blocks.num_cached
+        record.owners += blocks.drain_changes()
 
     def _write_record(self, record: StepRecord, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> None:
+        """Complete the step's record and put it into the trace; a new one begins."""
+        self._record = StepRecord()
         before, self._reasons = self._reasons, scheduled.reasons
-        owners = self.block_manager.drain_changes()
-        if not self._record_trace:
-            return
-        names = self._trace_names
-        record.reasons, self._ended_waits = self._ended_waits, {}
-        if before != self._reasons:
-            record.reasons |= {names[i]: None for i in before if i not in self._reasons}
-            record.reasons |= {names[i]: reason for i, reason in self._reasons.items() if before.get(i) != reason}
-        record.chunks = [ChunkRecord(chunk[0].trace_name, *chunk[1:]) for chunk in scheduled.chunks]
-        record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
-        record.preempted = [sequence.trace_name for sequence in scheduled.preempted]
-        for sequence in scheduled.admitted:
-            self.trace.requests[sequence.trace_name].prefix_hit_tokens = sequence.prefix_hit_tokens
+        preempted = self.scheduler.drain_preempted()
+        if self._record_trace:
+            if before != self._reasons:
+                known, names = self._sequences, record.reasons
+                names |= {known[i].trace_name: None for i in before if i not in self._reasons}
+                names |= {known[i].trace_name: reason for i, reason in self._reasons.items() if before.get(i) != reason}
+            record.chunks = [ChunkRecord(chunk[0].trace_name, *chunk[1:]) for chunk in scheduled.chunks]
+            record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
+            record.preempted = [sequence.trace_name for sequence in preempted]
+            for sequence in scheduled.admitted:
+                self.trace.requests[sequence.trace_name].prefix_hit_tokens = sequence.prefix_hit_tokens
+            for output in outputs:
+                name = self._sequences[output.request_id].trace_name
+                if output.new_token_ids:
+                    record.tokens[name] = output.new_token_ids[-1]
+                if output.finished:
+                    record.finished[name] = output.finish_reason
+            self.trace.steps.append(record)
         for output in outputs:
-            name = names[output.request_id]
-            if output.new_token_ids:
-                record.tokens[name] = output.new_token_ids[-1]
             if output.finished:
-                record.finished[name] = output.finish_reason
-        record.owners = owners
-        self.trace.steps.append(record)
+                self._end_wait(self._sequences[output.request_id])
 
     # ---- whole requests -------------------------------------------------------------------------
 
@@ -413,6 +460,8 @@ class Engine:
         params: one SamplingParams for all, or a list with one for each. One bad prompt adds none.
         A progress bar appears when it takes longer than two seconds (`progress=False`: never).
         """
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts must be a list of prompts, got {prompts!r}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if prompts and all(isinstance(prompt, int) for prompt in prompts):
             raise TypeError(f"prompts is one list of token ids: for a single prompt write generate([{prompts[:3]}…])")
@@ -420,13 +469,12 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts: give one, or one for each")
         validated = [self._validate(p, q, f"prompts[{i}]") for i, (p, q) in enumerate(zip(prompts, each, strict=True))]
-        with self._lock:
-            request_ids = [self._add(request, None) for request in validated]
+        request_ids = [self._add(request, None) for request in validated]
         last: dict[str, RequestOutput] = {}
         try:
             with _progress_bar(len(prompts), progress) as bar:
                 while len(last) < len(request_ids):
-                    for output in self._step_for(set(request_ids)):
+                    for output in self._outputs_for(set(request_ids)):
                         if output.finished:
                             last[output.request_id] = output
                             bar.update()
@@ -436,18 +484,13 @@ class Engine:
                     self.cancel(request_id)
         return [last[request_id] for request_id in request_ids]
 
-    def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
+    def _outputs_for(self, request_ids: Collection[str], at_most: int | None = None) -> list[RequestOutput]:
         """Outputs of these requests: kept ones if there are any, else those of a new step."""
-        kept = [output for output in self._outbox if output.request_id in request_ids]
-        outputs = [*self._outbox] if kept else self.step()
-        self._outbox.clear()
-        mine = []
-        for output in outputs:
-            if output.request_id in request_ids:
-                mine.append(output)
-            else:
-                self._outbox.append(output)
-        return mine
+        kept = self._deliver(request_ids, at_most)
+        if kept:
+            return kept
+        self._compute()
+        return self._deliver(request_ids, at_most)
 
     # ---- looking inside -------------------------------------------------------------------------
 
@@ -461,7 +504,7 @@ class Engine:
 
     def snapshot(self) -> dict[str, RequestState]:
         """The state of every unfinished request, by id."""
-        with self._lock:
+        with self._exclusive():
             return {
                 s.request_id: RequestState(
                     s.status.name, len(s.prompt_token_ids), s.prefilled_token_count, s.cached_token_count,
@@ -500,26 +543,28 @@ class Stream:
     def __init__(self, engine: Engine, request_id: str) -> None:
         self.request_id = request_id
         self._engine = engine
-        self._ready: deque[RequestOutput] = deque()
-        self._ended = False
+        self._sequence = engine._sequences[request_id]
+        self._closed = False
+
+    @property
+    def _is_open(self) -> bool:
+        """The end hasn't been delivered. (The id alone doesn't tell: a later request may have it.)"""
+        return not self._closed and self._engine._sequences.get(self.request_id) is self._sequence
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
 
     def __next__(self) -> RequestOutput:
-        while not self._ready:
-            if self._ended or self.request_id not in self._engine._sequences:
-                raise StopIteration
-            self._ready.extend(self._engine._step_for({self.request_id}))
-        output = self._ready.popleft()
-        self._ended = output.finished
-        return output
+        while self._is_open:
+            outputs = self._engine._outputs_for({self.request_id}, at_most=1)
+            if outputs:
+                return outputs[0]
+        raise StopIteration
 
     def close(self) -> None:
         """Stop listening; cancels the request if it hasn't ended."""
-        if not self._ended:
-            self._ended = True
-            self._ready.clear()
+        if self._is_open:
+            self._closed = True
             self._engine.cancel(self.request_id)
 
     def __enter__(self) -> Stream:

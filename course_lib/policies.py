@@ -127,7 +127,15 @@ POLICIES = {cls.name: cls for cls in (PrefillingFirst, WaitingFirst, ShortestFir
 assert set(POLICIES) == set(POLICY_NAMES), "config.POLICY_NAMES must list exactly these policies"
 
 
-def make_policy(policy: str | Policy) -> Policy:
-    """The policy object for a name, or the object itself."""
-    return POLICIES[policy]() if isinstance(policy, str) else policy
+class _OrderOnly(Policy):
+    """A policy object that has an `order` method and nothing else."""
 
+    def __init__(self, policy) -> None:
+        self.order = policy.order
+
+
+def make_policy(policy) -> Policy:
+    """The policy object for a name; or the object itself, which needs no more than an `order` method."""
+    if isinstance(policy, str):
+        return POLICIES[policy]()
+    return policy if hasattr(policy, "share") else _OrderOnly(policy)

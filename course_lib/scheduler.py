@@ -86,6 +86,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self.step = 0
+        self._preempted: list[Sequence] = []  # since last asked
 
     # ---- deciding -------------------------------------------------------------------------------
 
@@ -162,6 +163,11 @@ class Scheduler:
             ahead[status] -= 1
             if reason:
                 out.reasons[sequence.request_id] = reason
+        if len(candidates) < len(self.prefilling) + len(self.waiting):  # the policy left someone out
+            served = {id(sequence) for sequence in candidates}
+            for sequence in self.prefilling + self.waiting:
+                if id(sequence) not in served:
+                    out.reasons.setdefault(sequence.request_id, "queue")
         return tokens
 
     def _prefill(self, out: SchedulerOutput, sequence: Sequence, tokens: int, share: int, is_capped: bool) -> str | None:
@@ -177,12 +183,12 @@ class Scheduler:
             return "partial_prefill_cap"
         if is_new and not self._can_admit(sequence, matched, start + size):
             return "kv_blocks"
-        self.block_manager.adopt(sequence, matched)
+        if is_new:
+            self.block_manager.adopt(sequence, matched)
+            out.admitted.append(sequence)
         if not self.block_manager.allocate(sequence, start + size):
             return "kv_blocks"
         out.chunks.append(ScheduledChunk(sequence, start, size, "prefill", is_last))
-        if is_new:
-            out.admitted.append(sequence)
         return None
 
     def _chunk_size(self, sequence: Sequence, start: int, tokens: int, share: int) -> int:
@@ -264,10 +270,10 @@ class Scheduler:
                 insort(self._queue(sequence), sequence, key=by_arrival)
         self.step += 1
 
-    def rollback(self, out: SchedulerOutput) -> None:
-        """The forward pass failed: give back the blocks that its chunks took. Preemptions stay."""
-        for chunk in out.chunks:
-            self.block_manager.truncate(chunk.sequence, chunk.sequence.cached_token_count)
+    def rollback(self) -> None:
+        """The step failed: give back the blocks that it took. What it preempted stays preempted."""
+        for sequence in self.unfinished():
+            self.block_manager.truncate(sequence, sequence.cached_token_count)
 
     def preempt(self, sequence: Sequence) -> None:
         """Give back the blocks of a PREFILLING or RUNNING sequence; its tokens are kept.
@@ -280,12 +286,18 @@ class Scheduler:
         self.block_manager.free(sequence)
         sequence.cached_token_count = 0
         sequence.num_preemptions += 1
+        self._preempted.append(sequence)
         place = 0
         for other in self.waiting:
             if not other.num_preemptions or other.arrival > sequence.arrival:
                 break
             place += 1
         self.waiting.insert(place, sequence)
+
+    def drain_preempted(self) -> list[Sequence]:
+        """Sequences preempted since the last call, whoever asked for it."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a request in whatever state it is, and give back its blocks."""

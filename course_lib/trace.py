@@ -53,8 +53,8 @@ class StepRecord:
     owners       (block, request, +1 taken or -1 given back) since the record before
     """
 
-    index: int
-    start: float
+    index: int = 0
+    start: float = 0.0
     end: float = 0.0
     chunks: list[ChunkRecord] = field(default_factory=list)
     reasons: dict[str, str | None] = field(default_factory=dict)
@@ -143,13 +143,16 @@ class Trace:
         if not isinstance(data, dict) or data.get("format") != "course_lib.trace/1":
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a trace of this engine: format is {found!r}, expected 'course_lib.trace/1'")
-        trace = cls(data["config"])
-        for fields in data["requests"]:
-            trace.requests[fields["name"]] = RequestRecord(**fields)
-        for fields in data["steps"]:
-            fields["chunks"] = [ChunkRecord(*chunk) for chunk in fields["chunks"]]
-            fields["owners"] = [tuple(change) for change in fields["owners"]]
-            trace.steps.append(StepRecord(**fields))
+        try:
+            trace = cls(data["config"])
+            for fields in data["requests"]:
+                trace.requests[fields["name"]] = RequestRecord(**fields)
+            for fields in data["steps"]:
+                fields["chunks"] = [ChunkRecord(*chunk) for chunk in fields["chunks"]]
+                fields["owners"] = [tuple(change) for change in fields["owners"]]
+                trace.steps.append(StepRecord(**fields))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a whole trace of this engine: {error!r}") from None
         return trace
 
     def to_perfetto(self) -> str:
@@ -184,6 +187,8 @@ class Trace:
         def end_wait(name: str, until: float):
             reason, since = waiting.pop(name)
             since = max(since, free_at[name])
+            finish = self.requests[name].finish_time
+            until = until if finish is None else min(until, finish)
             if until > since:
                 yield slice_(tracks[name], f"wait: {reason}", since, until, reason=reason)
 
@@ -210,5 +215,4 @@ class Trace:
             for counter, values in (("KV blocks", blocks), ("tokens", tokens)):
                 yield {"ph": "C", "pid": 1, "tid": 0, "name": counter, "ts": microseconds(step.start), "args": values}
         for name in list(waiting):
-            finish = self.requests[name].finish_time
-            yield from end_wait(name, self.steps[-1].end if finish is None else finish)
+            yield from end_wait(name, self.steps[-1].end)

@@ -275,9 +275,11 @@ def test_preemptions_are_counted_whoever_asked_for_them():
 
 def test_a_preemption_in_a_step_that_failed_is_counted():
     def preemptions(fail_at):
-        engine = Engine(FakeRunner(fail_at=fail_at), EngineConfig(block_size=4, num_blocks=8, max_num_batched_tokens=64))
+        config = EngineConfig(block_size=4, num_blocks=8, max_num_batched_tokens=64)
+        engine = Engine(FakeRunner(fail_at=fail_at), config)
         for request_id in ("a", "b"):
-            engine.add_request(list(range(12)), SamplingParams(max_tokens=12), request_id=request_id)  # each grows to 6 blocks
+            # each writes 12 + 12 - 1 positions: 6 blocks in the end
+            engine.add_request(list(range(12)), SamplingParams(max_tokens=12), request_id=request_id)
         most = 0
         while engine.has_unfinished_requests():
             try:
@@ -314,9 +316,10 @@ def test_hit_rate_of_a_whole_prompt_leaves_the_last_block_out():
 @pytest.mark.parametrize("caching", [False, True])
 def test_distinct_prompts_have_no_hits_however_often_they_are_preempted(caching):
     rng = random.Random(3)
-    engine = Engine(
-        FakeRunner(), EngineConfig(block_size=4, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=caching)
+    config = EngineConfig(
+        block_size=4, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=caching
     )
+    engine = Engine(FakeRunner(), config)
     for _ in range(8):
         engine.add_request([rng.randrange(32000) for _ in range(rng.randint(8, 40))], SamplingParams(max_tokens=30))
     while engine.has_unfinished_requests():

@@ -293,7 +293,9 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.5, "min_p": 0.1}]
+)
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_row_that_can_not_be_sampled_harms_no_other(name, params):
     good = [0.0, 9.0, 1.0, 2.0]
@@ -308,7 +310,9 @@ def test_a_row_that_can_not_be_sampled_harms_no_other(name, params):
 
 
 @pytest.mark.parametrize(
-    "params", [{"repetition_penalty": 1e300}, {"repetition_penalty": 1e-300}, {"top_k": 10**30}, {"top_p": 5e-324}], ids=str
+    "params",
+    [{"repetition_penalty": 1e300}, {"repetition_penalty": 1e-300}, {"top_k": 10**30}, {"top_p": 5e-324}],
+    ids=str,
 )
 def test_extreme_parameters_are_refused_or_served_but_break_no_step(params):
     try:
@@ -442,12 +446,11 @@ def tokens_of(tiny, params=SEEDED, chunk=64, preempt_after=(), caching=False, ma
         ),
     )  # fmt: skip
     for number in range(mates):
-        engine.add_request(
-            PROMPT[: 5 + 7 * number] + [number], SamplingParams(max_tokens=8 + number, temperature=0.5 + number, ignore_eos=True)
-        )
+        mate = SamplingParams(max_tokens=8 + number, temperature=0.5 + number, ignore_eos=True)
+        engine.add_request(PROMPT[: 5 + 7 * number] + [number], mate)
     engine.add_request(PROMPT, params, request_id="it")
     preempt_after = list(preempt_after)
-    while True:
+    for _ in range(500):  # 64 prompt tokens and 20 more, three preemptions: at most 250 steps
         for output in engine.step():
             if output.request_id == "it":
                 if output.finished:
@@ -455,6 +458,7 @@ def tokens_of(tiny, params=SEEDED, chunk=64, preempt_after=(), caching=False, ma
                 if preempt_after and len(output.token_ids) == preempt_after[0]:
                     engine.preempt("it")
                     preempt_after.pop(0)
+    raise AssertionError("no end in sight")
 
 
 @pytest.fixture(scope="module")
@@ -540,9 +544,8 @@ def test_logprobs_zero_reports_the_chosen_token_alone_and_none_reports_nothing()
 
 def test_logprobs_of_a_request_agree_with_the_models_own_forward(tiny):
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, logprobs=2, ignore_eos=True, repetition_penalty=1.2)
-    engine = Engine(
-        ModelRunner(tiny), EngineConfig(num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, max_prefill_chunk_size=7)
-    )
+    config = EngineConfig(num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, max_prefill_chunk_size=7)
+    engine = Engine(ModelRunner(tiny), config)
     output = engine.generate([PROMPT[:20]], params)[0]
     logits = tiny.model(torch.tensor([PROMPT[:20] + output.token_ids])).logits[0, 19:-1]
     wanted = logits.log_softmax(dim=-1)

@@ -389,7 +389,8 @@ def test_a_stop_string_in_a_token_that_ends_inside_a_character_counts_as_stop():
 
 
 def test_a_stop_string_in_a_token_that_ends_inside_a_character_is_found_when_more_tokens_follow():
-    outputs = run({"a": [*b"x", 300, *"好".encode()[1:], *b"y"]}, SamplingParams(max_tokens=5, stop="."), _DotAndHalf())
+    script = [*b"x", 300, *"好".encode()[1:], *b"y"]
+    outputs = run({"a": script}, SamplingParams(max_tokens=5, stop="."), _DotAndHalf())
     assert (outputs["a"][-1].text, outputs["a"][-1].finish_reason) == ("x", "stop")
 
 

@@ -39,6 +39,7 @@ class Shadow:
                 if held:
                     self.engine.preempt(rng.choice(held))
             self.step()
+            assert len(self.steps) + self.failures < 20_000, f"no end in sight: {self.config}"
         self.trace = self.engine.trace
 
     def undelivered(self):
@@ -137,7 +138,7 @@ def test_chunks_tokens_and_times_are_those_that_were_seen(shadows):
         for step, seen in zip(run.trace.steps, run.steps, strict=True):
             assert [tuple(chunk) for chunk in step.chunks] == seen["chunks"]
             assert step.admitted == seen["admitted"]
-            assert step.preempted == seen["preempted"]
+            assert set(step.preempted) >= set(seen["preempted"])  # and perhaps those preempted between two steps
             assert step.tokens == seen["tokens"]
             assert (step.start, step.end) == seen["times"]
             assert step.prefill_tokens + step.decode_tokens == sum(chunk[2] for chunk in seen["chunks"])
@@ -195,7 +196,8 @@ def test_a_shared_block_has_all_its_owners():
     engine.step()
     engine.add_request(prompt, SamplingParams(max_tokens=9), request_id="b")
     engine.step()
-    assert sorted(sorted(names) for names in engine.trace.owners_at(1).values()) == [["a"], ["a", "b"], ["a", "b"], ["b"]]
+    owners = sorted(sorted(names) for names in engine.trace.owners_at(1).values())
+    assert owners == [["a"], ["a", "b"], ["a", "b"], ["b"]]
 
 
 def test_a_failed_step_leaves_no_record_and_no_owner():
@@ -220,9 +222,8 @@ def test_no_trace_is_kept_when_none_is_wanted():
 
 def test_a_new_request_does_not_inherit_the_reason_of_an_old_one_with_its_id():
     for record_trace in (True, False):
-        engine = Engine(
-            FakeRunner(), EngineConfig(num_blocks=20, max_num_seqs=1, max_num_batched_tokens=64), record_trace=record_trace
-        )
+        config = EngineConfig(num_blocks=20, max_num_seqs=1, max_num_batched_tokens=64)
+        engine = Engine(FakeRunner(), config, record_trace=record_trace)
         for request_id in ("a", "b"):
             engine.add_request([1, 2, 3], SamplingParams(max_tokens=9), request_id=request_id)
         engine.step()
@@ -266,7 +267,11 @@ def test_an_empty_trace_survives_json():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "no JSON", "[]", "{}", "3", '{"traceEvents":[]}', '{"format":"course_lib.trace/2"}', '{"format":"course_lib.trace/1"}'],
+    [
+        "", "no JSON", "[]", "{}", "3", '{"traceEvents":[]}',
+        '{"format":"course_lib.trace/2"}',  # of another version
+        '{"format":"course_lib.trace/1"}',  # cut down to nothing
+    ],  # fmt: skip
 )
 def test_anything_else_is_refused_as_a_trace(text):
     with pytest.raises(ValueError):
@@ -375,7 +380,8 @@ def test_perfetto_gets_times_in_microseconds():
     engine.step()
     engine.step()
     events = check_perfetto(engine.trace)
-    assert [(e["ts"], e["dur"]) for e in events["X"] if e["name"].startswith("step")] == [(0, 250_000), (250_000, 250_000)]
+    steps = [(e["ts"], e["dur"]) for e in events["X"] if e["name"].startswith("step")]
+    assert steps == [(0, 250_000), (250_000, 250_000)]
     assert [e["ts"] for e in events["i"]] == [250_000]
 
 
@@ -384,13 +390,15 @@ def test_perfetto_can_draw_a_clock_that_is_far_from_zero():
         def now(self):
             return 40_000_000.123456789 + super().now()  # a machine that has been up for 15 months
 
-    engine = Engine(Late(step_seconds=0.0031), EngineConfig(block_size=4, num_blocks=9, max_num_seqs=3, max_num_batched_tokens=8))
+    config = EngineConfig(block_size=4, num_blocks=9, max_num_seqs=3, max_num_batched_tokens=8)
+    engine = Engine(Late(step_seconds=0.0031), config)
     engine.generate([[1, 2, 3, 4, 5], [6] * 15, [7] * 9], SamplingParams(max_tokens=10))
     check_perfetto(engine.trace)
 
 
 def test_perfetto_can_draw_steps_that_took_no_time():
-    engine = Engine(FakeRunner(step_seconds=0.0), EngineConfig(block_size=4, num_blocks=9, max_num_seqs=2, max_num_batched_tokens=8))
+    config = EngineConfig(block_size=4, num_blocks=9, max_num_seqs=2, max_num_batched_tokens=8)
+    engine = Engine(FakeRunner(step_seconds=0.0), config)
     engine.generate([[1, 2, 3, 4, 5], [6] * 15, [7] * 9], SamplingParams(max_tokens=5))
     check_perfetto(engine.trace)
 

@@ -7,11 +7,12 @@ chunk size, batch mates and preemption don't change it.
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
 
-from ..runners.base import Sample
+from ..batch import Sample
 from ..sequence import Sequence
 
 
@@ -19,19 +20,26 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sample]:
     """Choose a token for each row of `logits` [R, vocab], whose requests are `sequences` (R of them).
 
     Log-probabilities are those of the model itself, before penalties and temperature.
-    A row that holds NaN gives a Sample with an error.
+    A row that holds NaN, or no finite number at all, gives a Sample with an error.
     """
     raw = logits.float()
     scores = penalise_repetition(raw, sequences)
-    tokens = scores.argmax(dim=-1)
-    drawing = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
+    best, tokens = scores.max(dim=-1)  # NaN where a row holds one
+    errors = [_unusable(value) for value in best.tolist()]
+    drawing = [row for row, s in enumerate(sequences) if s.params.temperature > 0 and errors[row] is None]
     if drawing:
         tokens[drawing] = draw(scores[drawing], [sequences[row] for row in drawing])
-    is_nan = scores.isnan().any(dim=-1).tolist()
     return [
-        Sample(-1, error="the model's logits hold NaN") if bad else Sample(token, logprobs_of(raw[row], token, sequence))
-        for row, (token, bad, sequence) in enumerate(zip(tokens.tolist(), is_nan, sequences, strict=True))
+        Sample(token, logprobs_of(raw[row], token, sequence)) if errors[row] is None else Sample(-1, error=errors[row])
+        for row, (token, sequence) in enumerate(zip(tokens.tolist(), sequences, strict=True))
     ]
+
+
+def _unusable(best: float) -> str | None:
+    """Why nothing can be sampled from a row of logits with this maximum."""
+    if math.isnan(best):
+        return "the model's logits hold NaN"
+    return None if math.isfinite(best) else f"the largest of the model's logits is {best}"
 
 
 def penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -45,8 +53,10 @@ def penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> torc
         seen = torch.tensor(
             sorted({*sequence.prompt_token_ids, *sequence.generated_token_ids}), device=logits.device, dtype=torch.int64
         )
-        score, penalty = logits[row, seen], sequence.params.repetition_penalty
-        logits[row, seen] = torch.where(score > 0, score / penalty, score * penalty)
+        score, penalty = logits[row, seen].double(), sequence.params.repetition_penalty
+        limit = torch.finfo(logits.dtype).max  # a finite score stays finite; -inf (a token not allowed) stays -inf
+        punished = torch.where(score > 0, score / penalty, score * penalty).clamp(-limit, limit)
+        logits[row, seen] = torch.where(score.isinf(), score, punished).to(logits.dtype)
     return logits
 
 
@@ -69,9 +79,13 @@ def filtered_probabilities(logits: torch.Tensor, sequences: list[Sequence]) -> t
 
     params = [sequence.params for sequence in sequences]
     vocab_size = logits.shape[-1]
-    scores, order = (logits / column([p.temperature for p in params])).sort(dim=-1, descending=True, stable=True)
+    # Measured from the best score, and within what float32 holds, no temperature makes infinities or NaN.
+    temperature = column([min(max(p.temperature, 1e-30), 1e30) for p in params])
+    scores = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
+    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+    scores, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=logits.device)[None, :]
-    scores = scores.masked_fill(rank >= column([p.top_k or vocab_size for p in params], torch.int64), float("-inf"))
+    scores = scores.masked_fill(rank >= column(top_k, torch.int64), float("-inf"))
     probabilities = scores.softmax(dim=-1)
     # The token that crosses p is kept: drop those before which the mass has already reached it.
     before = probabilities.double().cumsum(dim=-1) - probabilities.double()

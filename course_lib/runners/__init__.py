@@ -3,7 +3,8 @@
 `ModelRunner` (a real model) lives in `course_lib.runners.model`, which imports torch.
 """
 
-from .base import Runner, Sample, Tokenizer
+from ..batch import Sample
+from .base import Runner, Tokenizer
 from .fake import FakeRunner
 
 __all__ = ["FakeRunner", "Runner", "Sample", "Tokenizer"]

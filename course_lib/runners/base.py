@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from ..batch import Batch
-
-
-class Sample(NamedTuple):
-    """The token chosen for one row of `Batch.sample_rows`.
-
-    logprobs: {token id: log-probability} when the request asked for it, else None.
-    error: why no token could be chosen for this request; it then ends with reason "error".
-    """
-
-    token_id: int
-    logprobs: dict[int, float] | None = None
-    error: str | None = None
+from ..batch import Batch, Sample
 
 
 class Tokenizer(Protocol):

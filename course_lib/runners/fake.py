@@ -8,8 +8,7 @@ behind the wrong prefix, changes the output.
 
 from __future__ import annotations
 
-from ..batch import Batch
-from .base import Sample
+from ..batch import Batch, Sample
 
 _MASK = (1 << 61) - 1
 
@@ -43,23 +42,23 @@ class FakeRunner:
         self.calls: list[list[tuple[str, int, int]]] = []
         self.num_calls = 0
         self._time = 0.0
-        self._memory: list[int] = []
+        self.kv_cache: list[int] = []
 
     def init_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Memory of num_blocks × block_size slots; an unwritten slot holds -1."""
-        self._memory = [-1] * (num_blocks * block_size)
+        self.kv_cache = [-1] * (num_blocks * block_size)
 
     def poison(self, blocks: list[int], block_size: int) -> None:
         """Overwrite blocks that nobody should read."""
         for block in blocks:
-            self._memory[block * block_size : (block + 1) * block_size] = [-7 - block] * block_size
+            self.kv_cache[block * block_size : (block + 1) * block_size] = [-7 - block] * block_size
 
     def execute(self, batch: Batch) -> list[Sample]:
         self.num_calls += 1
         if self.num_calls - 1 in self.fail_at:
             raise RuntimeError(f"FakeRunner was told to fail at call {self.num_calls - 1}")
         self._time += self.step_seconds
-        starts, size, memory = batch.query_start_loc, batch.block_size, self._memory
+        starts, size, memory = batch.query_start_loc, batch.block_size, self.kv_cache
         self.calls.append(
             [
                 (sequence.request_id, batch.positions[row], starts[s + 1] - row)
@@ -95,7 +94,7 @@ class FakeRunner:
     def _read(self, table: list[int], context_len: int, size: int) -> list[int]:
         context: list[int] = []
         for block in table[: -(-context_len // size)]:
-            context += self._memory[block * size : (block + 1) * size]
+            context += self.kv_cache[block * size : (block + 1) * size]
         return context[:context_len]
 
     def _next_token(self, context: list[int]) -> int:

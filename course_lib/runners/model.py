@@ -11,14 +11,13 @@ from contextlib import contextmanager
 
 import torch
 
-from ..batch import Batch, build_batch
+from ..batch import Batch, Sample, build_batch
 from ..model import LoadedModel, load_model
 from ..model.attention import BACKENDS, IMPLEMENTATION, PagedContext, default_backend, register
 from ..model.kv_cache import KVCache
 from ..model.sampler import sample
 from ..scheduler import ScheduledChunk, SchedulerOutput
 from ..sequence import Sequence
-from .base import Sample
 
 
 class ModelRunner:

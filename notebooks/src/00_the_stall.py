@@ -1,0 +1,269 @@
+# %% [markdown]
+# # 00 · The stall
+#
+# **After this lesson you can**
+#
+# - show, on a real model, how one long prompt freezes everybody else's answer;
+# - read a serving timeline: who got which tokens in which step, and who waited;
+# - say in one sentence what chunked prefill changes, and what it costs;
+# - check that it doesn't change a single token of anybody's answer.
+#
+# **Time** 25 minutes · **You need** PyTorch, and to have called `generate()` once · **Adds to the engine** nothing yet.
+# Today you use the whole engine, and see what it is for. From lesson 01 on you build it, room by room:
+#
+# ```text
+# course_lib/     a request passes through from top to bottom
+#   sequence      one request: its tokens, its counters, its state          06
+#   slots         where in memory a token's keys and values belong          03
+#   block_manager memory in blocks: who holds which                  02 and 09
+#   scheduler     who gets which tokens computed in the next step    05 and 08
+#   batch         the step as one flat row of tokens                        07
+#   model         a real model over paged memory                     04 and 07
+#   engine        requests in, text out, step by step                       10
+#   lab           what you look at                                          11
+# ```
+
+# %% [markdown]
+# ## Four people and a document
+#
+# A language model answers in two phases. **Prefill** reads the whole prompt and fills the model's memory of it, the
+# KV cache. **Decode** then produces the answer, one token at a time. Lesson 01 takes both apart. Today it is enough to
+# know that prefill costs as much as the prompt is long, and that a decode step is short.
+#
+# A server does both for many people at once. Below, four people chat with SmolLM2, a small but real model that runs
+# on your own processor. Then somebody sends a long document and asks for a summary.
+
+# %% name="set-up"
+from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams, demo, load_model
+from course_lib.lab import alt_text, compare, show, timeline
+from course_lib.runners import FakeRunner
+
+runner = ModelRunner(load_model("smollm2"))
+workload = demo.Workload.standard(runner.tokenizer)
+
+for name, prompt in workload.chats.items():
+    print(f"{name:>8}: {len(prompt):5} tokens   {demo.CHATS[name]}")
+print(f"{'document':>8}: {len(workload.document):5} tokens   {demo.document_text()[:67]}")
+
+# %% [markdown]
+# The document is [a short text on how such a server works](../course_lib/data/how_a_server_works.txt). You may want
+# to read it: it tells the story of this course in 1,500 words.
+#
+# The four chats run first, and together: every step of the engine computes one token for each of them. When each has
+# its first 16 tokens, the document arrives. What will Ana see, who is reading her story as it appears?
+#
+# > **Predict, then run.** How long will Ana wait between two tokens, at worst? Put your guess in the next cell.
+
+# %% name="guess-gap"
+my_guess_seconds = 0.2  # Ana's longest wait, in seconds: write yours
+
+# %% [markdown]
+# Now watch Ana's stream. Waits of more than 0.3 seconds are marked where they happened. (The numbers that you see
+# here before you run the cell were measured when the course was built, on two cores of a server processor. Yours will
+# differ; the picture won't.)
+
+# %% name="run-whole" tags=["nbval-ignore-output"]
+whole = demo.run(runner, workload, max_prefill_chunk_size=None, on_outputs=demo.Watch("Ana"))
+
+gap = whole.measures()["longest gap in a stream, s"]
+print(f"\nAna's longest wait: {gap:.2f} s. You said {my_guess_seconds} s.")
+assert gap > 0.3
+show(timeline(whole.trace, title=whole.title), alt_text(whole.trace))
+
+# %% [markdown]
+# ## What happened in that step
+#
+# Time runs to the right. Each blue tick is a token that reached its reader. While the orange bar is being computed,
+# no one gets anything: a step is **one** forward pass through the model, and everything in it is ready at the same
+# moment. The document's step is so long because it holds its whole prompt.
+#
+# Look at the steps around it. Their *time* depends on your machine, but what they *hold* doesn't:
+
+# %% name="steps-whole"
+def show_steps(trace, first, last):
+    print("step   decode tokens   prefill tokens")
+    for step in trace.steps[first : last + 1]:
+        print(f"{step.index:4}{step.decode_tokens:16}{step.prefill_tokens:17}")
+
+
+arrival = whole.trace.requests["document"].arrival_step
+show_steps(whole.trace, arrival - 2, arrival + 2)
+
+# %% [markdown]
+# In the step of the document, the four decodes are a fifth of a percent of the tokens. They wait for the other 99.8.
+#
+# This isn't a small model's problem. Take a server with **128** running chats, so 128 tokens in a decode step, and a
+# prompt of **8,192** tokens: 128 readers stand still while 64 times as many tokens are computed as in any step before.
+# The long prompt must be computed, sooner or later. But must it be computed *in one piece*?
+#
+# ## Operating systems had this problem
+#
+# A processor with one long job and a few short ones: if the long job runs to its end, whoever types meanwhile sees no
+# letter appear. The answer, since the 1960s, is the **time slice**: let the long job work for a moment, look who else
+# has something to do, go on. Here is that idea, without any language model:
+
+# %% name="time-slices"
+def longest_wait(long_job: int, time_slice: int) -> int:
+    """A long job and a typist's one-tick jobs take turns; the ticks that a key press waits at worst."""
+    waited, worst = 0, 0
+    while long_job:
+        piece = min(time_slice, long_job)
+        long_job -= piece
+        waited += piece  # the typist waits while the piece runs ...
+        worst, waited = max(worst, waited), 0  # ... and then gets her tick
+    return worst
+
+
+for time_slice in (2048, 1024, 256, 64):
+    print(f"slices of {time_slice:4}: a key press waits {longest_wait(2048, time_slice):4} ticks at most")
+
+# %% [markdown]
+# The same cut can be made in a prompt. The KV cache can be filled bit by bit: a second piece of the prompt attends to
+# the keys and values that the first piece left there. So the scheduler may take **256 tokens of the document**, give
+# every chat its token in the same step, take the next 256, and so on. These pieces are called *chunks*.
+#
+# > **Predict, then run.** The document has 2,048 tokens, and a chunk is 256. Until its prefill is done:
+# > how many steps will it take, and how many tokens will Ana get meanwhile?
+
+# %% name="guess-chunks"
+my_guess_steps = 1  # write yours
+my_guess_tokens_for_ana = 1  # write yours
+
+# %% name="run-chunked" tags=["nbval-ignore-output"]
+chunked = demo.run(runner, workload, max_prefill_chunk_size=256, on_outputs=demo.Watch("Ana"))
+
+print()
+print(demo.table(whole, chunked))
+gaps = [run.measures()["longest gap in a stream, s"] for run in (whole, chunked)]
+assert gaps[0] > 2 * gaps[1]
+show(
+    compare(whole.trace, chunked.trace, titles=(whole.title, chunked.title)),
+    f"{whole.title}: {alt_text(whole.trace)} {chunked.title}: {alt_text(chunked.trace)}",
+)
+
+# %% [markdown]
+# One setting differs between the two halves, `max_prefill_chunk_size`. Above, one wall that everybody stands behind.
+# Below, the same work in slices, and the chats go on between them. Slower than before, yes: each of their steps
+# now carries 256 tokens of somebody else's prompt. But they go on.
+#
+# Now your second guess:
+
+# %% name="steps-chunked"
+arrival = chunked.trace.requests["document"].arrival_step
+show_steps(chunked.trace, arrival - 1, arrival + 8)
+
+prefill_steps = [step for step in chunked.trace.steps if any(c.request == "document" and c.kind == "prefill" for c in step.chunks)]
+tokens_for_ana = sum("Ana" in step.tokens for step in prefill_steps)
+print(f"\nThe document's prefill took {len(prefill_steps)} steps; Ana got {tokens_for_ana} tokens meanwhile.")
+
+# %% [markdown]
+# ## What the document lived through
+#
+# With whole prompts, a request was either waiting or running. Now there is something in between. After its first
+# chunk the document holds memory, and part of it is computed, but it can't answer yet: the first token of the answer
+# needs the *last* token of the prompt. That state has a name, **PREFILLING**, and lesson 06 is about it.
+
+# %% name="document-chunks"
+for step in chunked.trace.steps:
+    for chunk in step.chunks:
+        if chunk.request == "document" and chunk.kind == "prefill":
+            first, last = chunk.start_pos, chunk.start_pos + chunk.num_tokens - 1
+            after = "RUNNING, and its first token appears" if chunk.is_last else "PREFILLING, nothing to show"
+            print(f"step {step.index}: prompt tokens {first:4} to {last:4}   then {after}")
+
+# %% [markdown]
+# ## Did anybody's answer change?
+#
+# Slicing the work may change *when* a token appears, never *which*. The engine has to earn that claim. Position
+# numbers, memory slots and attention must all go by a token's place in the whole prompt, not by its place in the
+# chunk. One mistake there, and the model reads a different text. So compare the two runs with each other, and with an
+# engine that shares no code with ours: transformers' own `generate()`, one prompt after the other.
+
+# %% name="same-tokens"
+expected = demo.transformers_tokens(runner, workload)
+for name in expected:
+    same = whole.token_ids[name] == chunked.token_ids[name] == expected[name]
+    print(f"{name:>8}: {len(expected[name])} tokens, {'all equal' if same else 'DIFFERENT'} in the three")
+assert whole.token_ids == chunked.token_ids == expected
+
+# %% [markdown]
+# And this is what the four were reading, and what the document's sender got:
+
+# %% name="texts" tags=["nbval-ignore-output"]
+for name, output in chunked.outputs.items():
+    print(f"{name:>8}: {' '.join(output.text.split())}\n")
+    assert output.text
+
+# %% [markdown]
+# (It is a very small model. It writes fluently and knows little; for us it is real enough to stall.)
+#
+# ## At a server's scale
+#
+# The scheduler doesn't care which model computes its steps. `FakeRunner` is one that computes nothing: it lets the
+# same scheduler and the same memory run with 128 chats and 8,192 tokens in no time. Its clock is virtual, one tick a
+# step, so this table is about *steps*: how many tokens the largest one holds, and how many tokens a chat got while
+# the long prompt was prefilled.
+
+# %% name="at-scale"
+print("chunk size   prefill steps   largest step   tokens for each chat meanwhile")
+for chunk_size in (None, 4096, 1024, 256):
+    config = EngineConfig(
+        num_blocks=4096, max_num_seqs=256, max_num_batched_tokens=8192 + 128, max_prefill_chunk_size=chunk_size
+    )
+    engine = Engine(FakeRunner(), config)
+    for chat in range(128):
+        engine.add_request([chat] * 20, SamplingParams(max_tokens=60), request_id=f"chat {chat}")
+    engine.step()
+    engine.add_request(list(range(8192)), SamplingParams(max_tokens=1), request_id="document")
+    while "document" in engine.snapshot():
+        engine.step()
+    steps = [step for step in engine.trace.steps if any(chunk.request == "document" for chunk in step.chunks)]
+    largest = max(step.prefill_tokens + step.decode_tokens for step in steps)
+    got = sum("chat 0" in step.tokens for step in steps)
+    print(f"{chunk_size or 'whole':>10}{len(steps):16}{largest:15}{got:33}")
+
+# %% [markdown]
+# Smaller chunks, smaller steps, steadier chats. Then why not chunks of 16? Because every step has a price of its
+# own: the model's weights are read from memory once per step, however few tokens it holds. With chunks of 16, a
+# prompt of 8,192 tokens pays that price 512 times. Lesson 11 lets you turn that knob, lesson 12 measures it.
+#
+# ## The rule
+#
+# > **Chunked prefill doesn't make a long prompt faster. It stops a long prompt from having the engine to itself:
+# > the scheduler gets to decide again after every chunk.**
+#
+# ## Where it happens
+#
+# You can read the whole engine, and you will. Here is the place where the size of a chunk is decided:
+
+# %% name="source"
+import inspect
+
+from course_lib.scheduler import Scheduler
+
+print(inspect.getsource(Scheduler._chunk_size))
+
+# %% [markdown]
+# `remaining` is what is left of the prompt, `limit` the chunk size, `tokens` what is left of the step's token budget
+# after every running chat got its token. The smallest of them wins. The rest of the course is about everything that
+# has to be true around this line, so that it may be this short.
+#
+# ## What production does
+#
+# - Sarathi (Agrawal et al., 2023) introduced chunked prefills that share a batch with decodes. Its successor
+#   Sarathi-Serve (*Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve*, OSDI 2024) calls what you
+#   saw a *generation stall*, and schedules so that there is none.
+# - In vLLM it is on by default in the V1 engine. `Scheduler.schedule()` in `vllm/v1/core/sched/scheduler.py` says it in
+#   a comment at the top: no prefill phase, no decode phase, just computed tokens catching up with known ones.
+#   The knobs are `--max-num-batched-tokens` and `--long-prefill-token-threshold`.
+# - SGLang has it as `--chunked-prefill-size`.
+#
+# ## Three questions
+#
+# 1. The four chats' tokens were equal in both runs. Name two things in the engine that, done wrong, would have
+#    changed them.
+# 2. Who pays for the smoother streams? Look at the document's time to first token in the table, and at the chats'
+#    tokens right after the document arrived.
+# 3. Five people send a long document in the same second. What should the scheduler do, and whom does your answer hurt?
+#
+# In **lesson 01** you start at the beginning: a `generate()` of your own, first without a KV cache, then with one.
