@@ -145,6 +145,8 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
+        if params.stop and self.runner.tokenizer is None:
+            raise ValueError(f"stop={params.stop} needs texts, but this runner has no tokenizer: use stop_token_ids")
         if isinstance(prompt, str):
             if self.runner.tokenizer is None:
                 raise TypeError(f"{field} is a text, but this runner has no tokenizer: give a list of token ids")
@@ -371,6 +373,7 @@ class Engine:
         self._to_cancel.discard(sequence.request_id)
         self._end_wait(sequence)
         if self._record_trace:
+            self._record.finished[sequence.trace_name] = reason
             request = self.trace.requests[sequence.trace_name]
             request.finish_reason, request.finish_time = reason, sequence.finish_time
             request.finish_step = self._record.index if self._stepping else self.scheduler.step
@@ -437,8 +440,6 @@ class Engine:
                 name = self._sequences[output.request_id].trace_name
                 if output.new_token_ids:
                     record.tokens[name] = output.new_token_ids[-1]
-                if output.finished:
-                    record.finished[name] = output.finish_reason
             self.trace.steps.append(record)
         for output in outputs:
             if output.finished:

@@ -48,7 +48,8 @@ class StepRecord:
     start, end   seconds on the runner's clock
     reasons      request -> why it got nothing, where that changed; None: it no longer waits
     tokens       request -> the token id that it emitted
-    finished     request -> finish reason
+    preempted    requests that lost their blocks since the record before
+    finished     request -> finish reason, of those that ended since the record before
     blocks_*     the pool while the forward pass ran
     owners       (block, request, +1 taken or -1 given back) since the record before
     """

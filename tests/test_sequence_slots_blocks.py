@@ -297,25 +297,45 @@ def test_a_matched_block_in_use_costs_none():
     assert mine.token_ids == engine.runner.solo(warm, 1)
 
 
-def test_the_books_are_checked():
+def spoiled(engine, how):
+    """Spoils the books in one way; returns what repairs them."""
+    manager, running = engine.block_manager, engine.scheduler.running
+    sequence = running[0]
+    if how == "a block that it doesn't need":
+        sequence.block_table.append(77)
+        return lambda: sequence.block_table.pop()
+    if how == "a reference count without a holder":
+        manager.ref_counts[5] += 1
+        return lambda: manager.ref_counts.__setitem__(5, 0)
+    if how == "in two queues":
+        engine.scheduler.waiting.append(sequence)
+        return lambda: engine.scheduler.waiting.pop()
+    if how == "a counter that is behind":
+        sequence.cached_token_count -= 1
+        return lambda: setattr(sequence, "cached_token_count", 40)
+    if how == "in no queue":
+        running.pop()
+        return lambda: running.append(sequence)
+    if how == "a block in use that is also free":
+        manager._free.append(sequence.block_table[0])
+        return lambda: manager._free.pop()
+    sequence.status = WAITING
+    return lambda: setattr(sequence, "status", RUNNING)
+
+
+@pytest.mark.parametrize("how", [
+    "a block that it doesn't need", "a reference count without a holder", "in two queues", "a counter that is behind",
+    "in no queue", "a block in use that is also free", "another state than its queue's",
+])  # fmt: skip
+def test_check_invariants_finds(how):
     engine = make_engine()
     engine.add_request(prompt(40), limit(5), request_id="A")
     step(engine)
-    sequence = engine.scheduler.running[0]
-    for spoil, repair in [
-        (lambda: sequence.block_table.append(77), lambda: sequence.block_table.pop()),
-        (lambda: engine.block_manager.ref_counts.__setitem__(5, 1), lambda: engine.block_manager.ref_counts.__setitem__(5, 0)),
-        (lambda: engine.scheduler.waiting.append(sequence), lambda: engine.scheduler.waiting.pop()),
-        (lambda: setattr(sequence, "cached_token_count", 39), lambda: setattr(sequence, "cached_token_count", 40)),
-        (lambda: engine.scheduler.running.pop(), lambda: engine.scheduler.running.append(sequence)),
-        (lambda: engine.block_manager._free.append(sequence.block_table[0]), lambda: engine.block_manager._free.pop()),
-        (lambda: setattr(sequence, "status", WAITING), lambda: setattr(sequence, "status", RUNNING)),
-    ]:
-        spoil()
-        with pytest.raises(AssertionError):
-            engine.check_invariants()
-        repair()
+    repair = spoiled(engine, how)
+    with pytest.raises(AssertionError):
         engine.check_invariants()
+    repair()
+    engine.check_invariants()
 
 
 # --- the prefix cache ---
@@ -450,7 +470,9 @@ def test_a_block_that_is_overwritten_is_forgotten():
     assert probe(manager, prompt(8, 1) + [0]) == 2
 
 
-@pytest.mark.parametrize("salt, other, blocks", [("a", "a", 2), ("a", "b", 0), ("a", None, 0), (None, "a", 0), (None, None, 2)])
+@pytest.mark.parametrize("salt, other, blocks", [
+    ("a", "a", 2), ("a", "b", 0), ("a", None, 0), (None, "a", 0), (None, None, 2),
+])  # fmt: skip
 def test_a_salt_separates(salt, other, blocks):
     manager = BlockManager(8, 4, enable_prefix_caching=True)
     fill(manager, prompt(9), salt=salt)

@@ -103,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, prefix, shared, own, tail, max_tokens, salt, priority, as_stream):
         """`shared` and `own`: lengths of the two parts of the prompt, in parts of the longest that is accepted."""
         engine = self.engine
-        longest = engine.max_model_len - 1
+        longest = min(engine.max_model_len - 1, 150) if own < 1 else engine.max_model_len - 1
         own = min(own, 1 - shared) if own < 1 else own
         prompt = tokens_of(prefix, int(shared * longest)) + tokens_of(100 + tail, 1 + int(own * longest))
         name = f"q{self.number}"
@@ -235,7 +235,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         engine = self.engine
         self.runner.fail_next = None
-        for _ in range(5000):
+        tokens = sum(len(prompt) + most for prompt, most in self.asked.values())
+        for _ in range(20 * tokens):  # with the smallest budget a step computes one token; some are recomputed
             if not engine.has_unfinished_requests():
                 break
             self.seen["steps"] += 1

@@ -154,7 +154,7 @@ def test_every_end_is_in_the_trace(shadows):
             assert name == request.request_id or name.startswith(request.request_id + "#")
         for step, seen in zip(run.trace.steps, run.steps, strict=True):
             for name, reason in step.finished.items():
-                assert seen["finished"][name] == reason
+                assert run.ends[name] == reason
 
 
 def test_no_request_waits_or_holds_blocks_once_it_has_ended(shadows):

@@ -19,7 +19,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -18,6 +18,7 @@ from ..model.kv_cache import KVCache
 from ..model.sampler import sample
 from ..scheduler import ScheduledChunk, SchedulerOutput
 from ..sequence import Sequence
+from ..slots import blocks_needed
 
 
 class ModelRunner:
@@ -75,19 +76,28 @@ class ModelRunner:
     def run_prefill_chunk(self, sequence: Sequence, chunk_token_ids: list[int], start_pos: int) -> torch.Tensor | None:
         """Compute one chunk of one sequence: a batch of one on the way that every batch takes.
 
-        sequence.block_table must cover the chunk. Stores the chunk's K/V; moves no counter.
+        sequence.block_table must cover the chunk (ValueError otherwise). Stores the chunk's K/V; moves no counter.
         Returns the last position's logits [vocab] if the chunk reaches the last known token, else None.
         Raises ValueError for a chunk that isn't the known tokens at start_pos.
         """
         length = len(chunk_token_ids)
-        if not length or list(chunk_token_ids) != sequence.token_ids(start_pos, length):
+        if start_pos < 0 or not length or list(chunk_token_ids) != sequence.token_ids(start_pos, length):
             raise ValueError(
                 f"chunk_token_ids ({length} tokens) are not the tokens of {sequence.request_id!r} at "
                 f"start_pos={start_pos}: it has {sequence.known_token_count} known tokens"
             )
+        if self.kv_cache is None:
+            raise RuntimeError("there is no KV cache yet: call init_kv_cache(num_blocks, block_size) first")
+        block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
+        need, table = blocks_needed(start_pos + length, block_size), sequence.block_table
+        if len(table) < need or not all(0 <= block < num_blocks for block in table):
+            raise ValueError(
+                f"block_table={table} doesn't cover the chunk: {start_pos + length} tokens in blocks of {block_size} "
+                f"need {need} blocks, each from 0 to {num_blocks - 1}"
+            )
         is_last = start_pos + length == sequence.known_token_count
         chunk = ScheduledChunk(sequence, start_pos, length, "prefill", is_last)
-        logits = self.forward(build_batch(SchedulerOutput(0, self.kv_cache.block_size, [chunk])))
+        logits = self.forward(build_batch(SchedulerOutput(0, block_size, [chunk])))
         return logits[0] if is_last else None
 
     def now(self) -> float:

@@ -11,15 +11,16 @@ import torch
 from ...batch import Batch
 from ..kv_cache import KVCache
 from .reference import attend as reference
+from .torch_paged import attend as torch_paged
 
-BACKENDS = {"reference": reference}
+BACKENDS = {"reference": reference, "torch_paged": torch_paged}
 
 IMPLEMENTATION = "course_lib_paged"  # our name in transformers' AttentionInterface
 
 
 def default_backend(device: torch.device | str) -> str:
     """The backend that "auto" means on this device."""
-    return "reference"
+    return "torch_paged"
 
 
 class PagedContext:
@@ -43,6 +44,23 @@ class PagedContext:
         for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
             blocks = torch.tensor(table, dtype=torch.int64, device=device)
             self.context_slots.append((blocks[:, None] * batch.block_size + offsets).flatten()[:length])
+        self._masks: dict[int, torch.Tensor | None] = {}
+
+    def mask(self, s: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Added to the scores of sequence s, [num_queries, context_len]: 0 where a query may look, else -inf.
+
+        None for a decode, which may look at everything. Made once a step, for all layers.
+        """
+        if s not in self._masks:
+            length = self.context_lens[s]
+            num_queries = self.query_start_loc[s + 1] - self.query_start_loc[s]
+            mask = None
+            if num_queries > 1:
+                positions = torch.arange(length, device=self.slot_mapping.device)
+                future = positions[None, :] > positions[length - num_queries :, None]
+                mask = torch.zeros(num_queries, length, dtype=dtype, device=future.device).masked_fill(future, float("-inf"))
+            self._masks[s] = mask
+        return self._masks[s]
 
 
 def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, paged=None, **kwargs):
