@@ -8,10 +8,17 @@
 Importing this package needs the standard library alone; torch is loaded with the first model.
 """
 
-from .config import EngineConfig, SamplingParams
-from .engine import Engine, RequestOutput
-from .sequence import SequenceStatus
-from .trace import Trace
+import os
+
+# Idle threads of torch's pool spin by default. Where anything else runs on the machine (a browser is
+# enough), they then wait for each other, and a step takes several times as long. Asleep they cost nothing
+# measurable. Must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from .config import EngineConfig, SamplingParams  # noqa: E402
+from .engine import Engine, RequestOutput  # noqa: E402
+from .sequence import SequenceStatus  # noqa: E402
+from .trace import Trace  # noqa: E402
 
 __version__ = "0.1.0"
 

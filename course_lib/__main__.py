@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="four chats stream, a long document arrives: with and without chunked prefill")
     demo.add_argument("--model", default="smollm2", help="smollm2 (default), tiny, a folder or a hub id")
     demo.add_argument("--chunk", type=positive, default=256, help="chunk size of the second run, in tokens (default 256)")
+    demo.add_argument("--repeat", type=positive, default=1, help="how often to measure each setting, in turns (default 1)")
+    demo.add_argument("--json", metavar="FILE", help="also write the measurements of every run as JSON")
     demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
     commands.add_parser("bench", help="what a step costs beside the model: schedule, build the batch, commit")
     commands.add_parser("doctor", help="what is installed, what will be used, what to do about anything missing")

@@ -6,10 +6,14 @@ and `python -m course_lib demo` use the same functions; what they show is read o
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
+from statistics import median
 
 from .config import EngineConfig, SamplingParams
 from .engine import Engine, RequestOutput
@@ -62,6 +66,11 @@ class Workload:
         return dict.fromkeys(self.chats, self.stream_tokens) | {DOCUMENT: self.document_tokens}
 
 
+def title_of(max_prefill_chunk_size: int | None) -> str:
+    """A run's setting in words."""
+    return "prefill in one piece" if max_prefill_chunk_size is None else f"prefill in chunks of {max_prefill_chunk_size}"
+
+
 @dataclass
 class StallRun:
     """One run of the workload: its trace and each request's last output. Times in seconds."""
@@ -72,8 +81,7 @@ class StallRun:
 
     @property
     def title(self) -> str:
-        chunk = self.max_prefill_chunk_size
-        return "prefill in one piece" if chunk is None else f"prefill in chunks of {chunk}"
+        return title_of(self.max_prefill_chunk_size)
 
     @property
     def token_ids(self) -> dict[str, list[int]]:
@@ -153,13 +161,17 @@ def transformers_tokens(runner, workload: Workload) -> dict[str, list[int]]:
     return tokens
 
 
-def table(whole: StallRun, chunked: StallRun) -> str:
-    """The two runs side by side, in plain text."""
-    a, b = whole.measures(), chunked.measures()
-    width = max(len(name) for name in a)
-    chunk = f"chunks of {chunked.max_prefill_chunk_size}"
+def table(whole: list[StallRun], chunked: list[StallRun]) -> str:
+    """Both settings side by side, in plain text: medians over the runs, and the median of the pairs' ratios."""
+    pairs = [(a.measures(), b.measures()) for a, b in zip(whole, chunked, strict=True)]
+    names = list(pairs[0][0])
+    width = max(len(name) for name in names)
+    chunk = f"chunks of {chunked[0].max_prefill_chunk_size}"
     lines = [f"{'':{width}}   {'one piece':>12}   {chunk:>14}   {'ratio':>6}"]
-    lines += [f"{name:{width}}   {a[name]:12.2f}   {b[name]:14.2f}   {b[name] / a[name]:6.2f}" for name in a]
+    for name in names:
+        columns = [median(a[name] for a, _ in pairs), median(b[name] for _, b in pairs)]
+        ratio = median(b[name] / a[name] for a, b in pairs)
+        lines.append(f"{name:{width}}   {columns[0]:12.2f}   {columns[1]:14.2f}   {ratio:6.3f}")
     return "\n".join(lines)
 
 
@@ -244,22 +256,31 @@ def main(args) -> int:
     print(f"{len(workload.chats)} chats stream from {runner.name}; then a document of {len(workload.document):,} tokens arrives.")
     print("First, what transformers' own generate() answers to each prompt alone …", flush=True)
     expected = transformers_tokens(runner, workload)
-    runs = []
-    for chunk in (None, args.chunk):
-        title = StallRun(chunk, Trace(), {}).title
-        print(f"\n--- the document's {title}: watch the chats", flush=True)
-        runs.append(run(runner, workload, chunk, LivePanel()))
-    whole, chunked = runs
-    for each in runs:
+    whole: list[StallRun] = []
+    chunked: list[StallRun] = []
+    for repeat in range(args.repeat):  # in turns, so that a slow moment of the machine meets both
+        for chunk, runs in ((None, whole), (args.chunk, chunked)):
+            if repeat == 0:
+                print(f"\n--- {title_of(chunk)}: watch the chats", flush=True)
+            runs.append(run(runner, workload, chunk, LivePanel() if repeat == 0 else None))
+    for each in (whole[0], chunked[0]):
         print(f"\n{each.title}")
         print(timeline_text(each.trace, color=sys.stdout.isatty()))
-    print(f"\n{table(whole, chunked)}\n")
-    same = whole.token_ids == chunked.token_ids
-    right = whole.token_ids == expected
-    print(f"Token ids of both runs are {'equal' if same else 'DIFFERENT'}; ", end="")
+    print(f"\n{table(whole, chunked)}")
+    if args.repeat > 1:
+        print(f"(medians of {args.repeat} runs each, taken in turns)")
+    same = all(each.token_ids == whole[0].token_ids for each in whole + chunked)
+    right = whole[0].token_ids == expected
+    print(f"\nToken ids of all runs are {'equal' if same else 'DIFFERENT'}; ", end="")
     print(f"they are {'equal to' if right else 'DIFFERENT from'} those of transformers' generate().")
     if args.svg:
         with open(args.svg, "w", encoding="utf-8") as file:
-            file.write(compare(whole.trace, chunked.trace, titles=(whole.title, chunked.title)))
+            file.write(compare(whole[0].trace, chunked[0].trace, titles=(whole[0].title, chunked[0].title)))
         print(f"Timelines written to {args.svg}")
+    if args.json:
+        results = {title_of(runs[0].max_prefill_chunk_size): [each.measures() for each in runs] for runs in (whole, chunked)}
+        machine = {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine, "model": runner.name, "runs": results}, file, indent=1)
+        print(f"Measurements written to {args.json}")
     return 0 if same and right else 1

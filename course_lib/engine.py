@@ -99,8 +99,11 @@ class Engine:
         on_step: Callable[[SchedulerOutput], object] | None = None,
         record_trace: bool = True,
     ) -> None:
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise TypeError(f"config must be an EngineConfig, got {config!r}")
         self.runner = runner
-        self.config = config = config or EngineConfig()
+        self.config = config
         self.max_model_len = config.resolve_max_model_len(runner.max_model_len)
         self.block_manager = block_manager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = scheduler(config, self.block_manager)
@@ -118,6 +121,7 @@ class Engine:
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds the lock
         self._stepping = False
+        self._broken = ""
         self._to_cancel: set[str] = set()
         if hasattr(runner, "init_kv_cache"):
             runner.init_kv_cache(config.num_blocks, config.block_size)
@@ -244,6 +248,9 @@ class Engine:
     @contextlib.contextmanager
     def _exclusive(self):
         """The lock; and before it is given back, the cancels that came meanwhile."""
+        if self._owner == threading.get_ident():  # called by a part of this engine: it is held already
+            yield
+            return
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -276,6 +283,8 @@ class Engine:
         with self._exclusive():
             if self._stepping:
                 raise RuntimeError("step() was called while a step is running")
+            if self._broken:
+                raise RuntimeError(self._broken)
             if getattr(self.runner, "kv_cache", None) is not self._kv_cache:
                 raise RuntimeError("this engine's runner now serves a newer engine: make a new Engine to go on")
             if not self.scheduler.has_unfinished():
@@ -296,18 +305,30 @@ class Engine:
                 self._give_up_step()
             raise
         with self._exclusive():
-            outputs = self._apply_cancels()
-            self.scheduler.commit(scheduled)
-            outputs += self._take_samples(scheduled, samples)
-            record.end = self.runner.now()
-            self._write_record(record, scheduled, outputs)
-            self._outbox.extend(outputs)
-            self._stepping = False
+            try:
+                outputs = self._apply_cancels()
+                self.scheduler.commit(scheduled)
+                outputs += self._take_samples(scheduled, samples)
+                record.end = self.runner.now()
+                self._write_record(record, scheduled, outputs)
+                self._outbox.extend(outputs)
+                self._stepping = False
+            except BaseException:
+                self._give_up_step()
+                raise
 
     def _give_up_step(self) -> None:
-        """Scheduling or the forward pass failed: as if the step had not begun, but for its preemptions."""
+        """A step failed: as if it had not begun, but for its preemptions.
+
+        Wherever the forward pass fails, nothing is left of the step. An interrupt in the middle of
+        the bookkeeping can leave it half-done: then the engine refuses to go on with wrong books.
+        """
         self.scheduler.rollback()
         self._stepping = False
+        try:
+            self.check_invariants()
+        except AssertionError as error:
+            self._broken = f"a step was interrupted in the middle of its bookkeeping ({error}): make a new Engine"
 
     def _forward(self, scheduled: SchedulerOutput) -> list[Sample]:
         if self.on_step is not None:
@@ -522,6 +543,7 @@ class Engine:
             for s in queue:
                 assert s.status is status, f"{s} is in the queue of {status.name}"
                 assert self._sequences.get(s.request_id) is s, f"{s} is scheduled, but the engine doesn't know it"
+                assert len(s.generated_token_ids) < s.max_new_tokens, f"{s} has all its tokens and goes on"
                 if status is WAITING:
                     assert s.cached_token_count == 0 and not s.block_table, f"{s} waits and holds K/V"
                 elif status is PREFILLING:

@@ -81,6 +81,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config = config
         self.block_manager = block_manager
+        self.block_size = config.block_size
         self.policy = make_policy(config.policy)
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -92,7 +93,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's chunks, and allocate the blocks that they write to."""
-        out = SchedulerOutput(self.step, self.config.block_size)
+        out = SchedulerOutput(self.step, self.block_size)
         left_out = self._schedule_decodes(out)
         tokens = self._schedule_prefills(out, self.config.max_num_batched_tokens - len(out.chunks))
         for sequence in left_out:  # what prefill left goes back to decode, at nobody's expense
@@ -121,9 +122,9 @@ class Scheduler:
     def _decode(self, out: SchedulerOutput, sequence: Sequence) -> bool:
         """Schedule the one token of a RUNNING sequence; False if it needs a block and none is free."""
         start = sequence.cached_token_count
-        if start == len(sequence.block_table) * self.config.block_size:
-            if not self.block_manager.allocate(sequence, start + 1):
-                return False
+        is_full = start == len(sequence.block_table) * self.block_size
+        if is_full and not self.block_manager.allocate(sequence, start + 1):
+            return False
         out.chunks.append(ScheduledChunk(sequence, start, 1, "decode", True))
         return True
 
@@ -174,7 +175,7 @@ class Scheduler:
         """Schedule a chunk of at most `tokens` and at most `share` tokens, or return the reason why not."""
         is_new = sequence.status is WAITING
         matched = self.block_manager.match(sequence) if is_new else []
-        start = sequence.cached_token_count + len(matched) * self.config.block_size
+        start = sequence.cached_token_count + len(matched) * self.block_size
         size = self._chunk_size(sequence, start, tokens, share)
         is_last = start + size == sequence.known_token_count
         if size == 0:
@@ -208,7 +209,7 @@ class Scheduler:
         """
         goal = sequence.known_token_count if sequence.num_preemptions else end
         held_by_others = len(matched) - self.block_manager.num_idle(matched)
-        need = blocks_needed(goal, self.config.block_size) - held_by_others
+        need = blocks_needed(goal, self.block_size) - held_by_others
         spare = self.config.watermark_blocks if self.block_manager.num_used else 0
         return need + spare <= self.block_manager.num_free
 
@@ -253,6 +254,7 @@ class Scheduler:
 
     def commit(self, out: SchedulerOutput) -> None:
         """The forward pass returned: move the counters, and the sequences to their new queues."""
+        block_size, step = self.block_size, out.step
         for sequence, start, num_tokens, kind, is_last in out.chunks:
             status = sequence.status
             if status is FINISHED:  # cancelled while the forward pass ran
@@ -261,8 +263,8 @@ class Scheduler:
                 sequence.prefix_hit_tokens = start
             cached = start + num_tokens
             sequence.cached_token_count = cached
-            sequence.last_step = out.step
-            if cached // self.config.block_size > len(sequence.block_keys):
+            sequence.last_step = step
+            if cached // block_size > len(sequence.block_keys):
                 self.block_manager.register(sequence)
             if status is not RUNNING and (is_last or status is WAITING):
                 self._queue(sequence).remove(sequence)

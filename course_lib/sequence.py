@@ -119,9 +119,9 @@ class Sequence:
 
     def token_ids(self, start: int, num_tokens: int) -> list[int]:
         """The known tokens at positions start … start + num_tokens - 1."""
-        num_prompt = len(self.prompt_token_ids)
-        if start >= num_prompt:
-            return self.generated_token_ids[start - num_prompt : start - num_prompt + num_tokens]
+        behind_prompt = start - len(self.prompt_token_ids)
+        if behind_prompt >= 0:
+            return self.generated_token_ids[behind_prompt : behind_prompt + num_tokens]
         tokens = self.prompt_token_ids[start : start + num_tokens]
         if len(tokens) < num_tokens:  # a recomputation that crosses from the prompt into the output
             tokens = tokens + self.generated_token_ids[: num_tokens - len(tokens)]

@@ -27,6 +27,8 @@ def slot_mapping(block_table: SequenceOf[int], start_pos: int, num_tokens: int, 
     Raises IndexError when the block table is too short.
     """
     slots = []
-    for index in range(start_pos, start_pos + num_tokens):
+    index, end = start_pos, start_pos + num_tokens
+    while index < end:
         slots.append(block_table[index // block_size] * block_size + index % block_size)
+        index += 1
     return slots

@@ -513,9 +513,10 @@ def test_prompt_and_output_are_recomputed_after_a_preemption(chunk, times):
     tokens = []
     while len(tokens) < 10:
         tokens += [t for o in step(engine) for t in o.new_token_ids]
-    for _ in range(times):
+    for time in range(1, times + 1):
         engine.preempt("A")
         state = engine.snapshot()["A"]
+        assert state.num_preemptions == time
         assert (state.status, state.cached_token_count, state.prefilled_token_count) == ("WAITING", 0, 0)
         assert (state.generated_tokens, state.block_table) == (len(tokens), [])
         known = 32 + len(tokens)  # 42 at first; the newest has no K/V yet, all the others lost theirs

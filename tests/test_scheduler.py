@@ -81,7 +81,7 @@ def test_decode_takes_its_token_out_of_every_chunk_of_a_long_prompt():
 
 
 def test_a_prompt_of_8192_takes_8_chunks_of_1024_and_gives_a_token_after_the_last():
-    engine, watch = engine_and_watch(max_num_batched_tokens=1024, max_prefill_chunk_size=1024)
+    engine, watch = engine_and_watch(num_blocks=520, max_num_batched_tokens=1024, max_prefill_chunk_size=1024)
     add(engine, "A", 8192)
     assert steps(engine, 7) == []
     (output,) = step(engine)
@@ -91,7 +91,7 @@ def test_a_prompt_of_8192_takes_8_chunks_of_1024_and_gives_a_token_after_the_las
 
 def test_chunks_of_a_prompt_begin_behind_its_cached_part():
     engine, watch = engine_and_watch(
-        enable_prefix_caching=True, max_num_batched_tokens=1000, max_prefill_chunk_size=1000
+        num_blocks=800, enable_prefix_caching=True, max_num_batched_tokens=1000, max_prefill_chunk_size=1000
     )
     tokens = prompt(12000)
     engine.generate([tokens[:8000]], limit(1))  # 8000 = 500 full blocks
@@ -277,6 +277,14 @@ def test_a_prompt_of_one_chunk_does_not_count_as_half_filled():
     step(engine)
     assert watch.scheduled() == [{"long": 16, "short": 16}]
     assert watch.reasons() == [{"long2": "partial_prefill_cap"}]
+
+
+def test_a_prompt_that_is_done_makes_room_for_another_half_filled_one_in_the_same_step():
+    engine, watch = engine_and_watch(max_num_batched_tokens=64, max_prefill_chunk_size=16, max_num_partial_prefills=1)
+    add(engine, "A", 20)
+    add(engine, "B", 40)
+    steps(engine, 2)
+    assert watch.scheduled() == [{"A": 16}, {"A": 4, "B": 16}]
 
 
 # --- reasons ---
@@ -750,7 +758,7 @@ def test_fair_share_gives_each_of_c_candidates_a_chunk_within_c_steps(count, bud
     if running + count > budget:
         pytest.skip("not within the sequence budget")
     engine, watch = engine_and_watch(
-        max_num_batched_tokens=budget, max_num_seqs=running + count, policy="fair_share", num_blocks=4096
+        max_num_batched_tokens=budget, max_num_seqs=running + count, policy="fair_share", num_blocks=512
     )
     make_running(engine, running)
     for i in range(count):

@@ -498,8 +498,19 @@ def test_a_collision_is_never_trusted(monkeypatch):
     assert probe(manager, prompt(9, 2)) == 0, "other token ids"
     assert probe(manager, prompt(9, 1), salt="a") == 0, "another salt"
     assert probe(manager, prompt(9, 1)) <= 2, "less than it could be is allowed, more is not"
-    fill(manager, prompt(9, 2), "B")
-    assert probe(manager, prompt(4, 2) + prompt(9, 1)[4:]) == 0, "another parent"
+    same = prompt(4, 1)  # the first block that is cached, behind itself: the right tokens, another parent
+    assert probe(manager, same + same + [0]) <= 1
+
+
+def test_what_continues_a_collision_is_not_found_behind_the_other_block(monkeypatch):
+    original = course_lib.prefix_cache.hash_block
+    monkeypatch.setattr(course_lib.prefix_cache, "hash_block", lambda parent, *rest: original(parent, *rest) if parent else 7)
+    manager = BlockManager(8, 4, enable_prefix_caching=True)
+    x, y = prompt(8, 1), prompt(8, 2)  # their first blocks have one hash
+    fill(manager, x, "X")
+    fill(manager, y, "Y")
+    assert probe(manager, x + [0]) == 2
+    assert probe(manager, x[:4] + y[4:] + [0]) == 1, "Y's second block was computed behind Y's first"
 
 
 @pytest.mark.parametrize("modulus", [1, 2, 3])
@@ -525,7 +536,7 @@ def test_a_block_can_be_overwritten_while_what_continues_it_is_in_use():
     # A and B compute the same two blocks in one step; A's are the ones that the cache knows. When A has ended and
     # its first block is overwritten, B's copy, which the cache never knew, lives on; what the cache has of
     # blocks behind the overwritten one must be forgotten, although B may hold it.
-    manager = BlockManager(8, 4, enable_prefix_caching=True)
+    manager = BlockManager(9, 4, enable_prefix_caching=True)
     tokens = prompt(17)
     a, b = Sequence("A", tokens), Sequence("B", tokens)
     for sequence in (a, b):
@@ -538,13 +549,16 @@ def test_a_block_can_be_overwritten_while_what_continues_it_is_in_use():
     manager.register(b)  # B's third block continues A's second
     assert probe(manager, tokens) == 3
     manager.free(a)
+    manager.allocate(b, 16)
     others = [take(manager, 1, f"N{i}") for i in range(manager.num_free)]  # A's two are overwritten
     assert probe(manager, tokens) == 0
+    b.cached_token_count = 16
+    manager.register(b)  # its fourth block continues what the cache doesn't know any more
     manager.check([b, *others])
     manager.free(b)
     assert probe(manager, tokens) == 0, "its beginning isn't in the cache, so its end can't be found"
     manager.check(others)
-    assert (manager.num_free, manager.num_cached) == (3, 0)
+    assert (manager.num_free, manager.num_cached) == (4, 0)
 
 
 @pytest.mark.parametrize("seed", range(6))

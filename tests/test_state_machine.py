@@ -255,8 +255,8 @@ def test_whatever_a_user_does_every_request_ends_with_the_right_tokens():
     seen = EngineMachine.seen
     seen.update(dict.fromkeys(seen, 0))
     if not MINUTES:
-        run_state_machine_as_test(EngineMachine, settings=settings(max_examples=200, derandomize=True, **COMMON))
-        assert seen["requests"] > 1000 and min(seen["preemptions"], seen["failures"], seen["cancels"]) > 100
+        run_state_machine_as_test(EngineMachine, settings=settings(max_examples=130, derandomize=True, **COMMON))
+        assert seen["requests"] > 800 and min(seen["preemptions"], seen["failures"], seen["cancels"]) > 30
         return
     end = time.monotonic() + 60 * MINUTES
     try:
