@@ -32,7 +32,7 @@ def check_int(field: str, value: Any, minimum: int | None = None, maximum: int |
 
 def check_number(field: str, value: Any, allowed: str, is_allowed) -> float:
     """`value` as a finite float for which `is_allowed(value)` holds; `allowed` says it in words."""
-    if isinstance(value, bool):
+    if isinstance(value, (bool, str)):
         raise TypeError(f"{field} must be a number, got {value!r}")
     try:
         number = float(value)

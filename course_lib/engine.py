@@ -116,6 +116,7 @@ class Engine:
         self._outbox: deque[RequestOutput] = deque()
         self._reasons: dict[str, str] = {}  # request id -> why the last step gave it nothing
         self._record = StepRecord()  # the next step's; what happens between steps goes into it as well
+        self._random = random.Random()  # seeds for requests without one
         self._num_added = 0
         self._num_empty = 0
         self._lock = threading.Lock()
@@ -156,10 +157,9 @@ class Engine:
                 raise TypeError(f"{field} is a text, but this runner has no tokenizer: give a list of token ids")
             token_ids = list(self.runner.tokenizer.encode(prompt))
         else:
-            try:
-                token_ids = list(prompt)
-            except TypeError:
-                raise TypeError(f"{field} must be a text or a list of token ids, got {prompt!r}") from None
+            if isinstance(prompt, (bytes, dict, set)) or not isinstance(prompt, Iterable):
+                raise TypeError(f"{field} must be a text or a list of token ids, got {prompt!r}")
+            token_ids = list(prompt)
         vocab_size = self.runner.vocab_size
         for place, token_id in enumerate(token_ids):
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
@@ -204,7 +204,7 @@ class Engine:
             sequence = Sequence(
                 request_id, token_ids, params, arrival=self._num_added, priority=priority, cache_salt=cache_salt,
                 max_new_tokens=max_new_tokens, stop_token_ids=stop_ids,
-                seed=random.getrandbits(63) if params.seed is None else params.seed,
+                seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                 arrival_step=self.scheduler.step, arrival_time=self.runner.now(),
             )  # fmt: skip
             if self.runner.tokenizer is not None:
@@ -553,6 +553,8 @@ class Engine:
         assert len({id(s) for s in live}) == len(live), "a sequence is in two queues"
         unfinished = {i for i, s in self._sequences.items() if s.status is not FINISHED}
         assert unfinished == {s.request_id for s in live}, "a request was lost"
+        kept = {output.request_id for output in self._outbox if output.finished}
+        assert kept == self._sequences.keys() - unfinished, "an end was lost before it was delivered"
         in_flight = len(scheduler.prefilling) + len(scheduler.running)
         assert in_flight <= self.config.max_num_seqs, f"{in_flight} sequences in flight"
         if self.trace.steps:
