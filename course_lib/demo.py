@@ -161,6 +161,17 @@ def transformers_tokens(runner, workload: Workload) -> dict[str, list[int]]:
     return tokens
 
 
+def typical_pair(whole: list[StallRun], chunked: list[StallRun]) -> tuple[StallRun, StallRun]:
+    """The pair of runs whose ratio of longest gaps is the median one."""
+
+    def ratio(pair: tuple[StallRun, StallRun]) -> float:
+        gaps = [each.measures()["longest gap in a stream, s"] for each in pair]
+        return gaps[1] / gaps[0]
+
+    pairs = sorted(zip(whole, chunked, strict=True), key=ratio)
+    return pairs[len(pairs) // 2]
+
+
 def table(whole: list[StallRun], chunked: list[StallRun]) -> str:
     """Both settings side by side, in plain text: medians over the runs, and the median of the pairs' ratios."""
     pairs = [(a.measures(), b.measures()) for a, b in zip(whole, chunked, strict=True)]
@@ -263,7 +274,8 @@ def main(args) -> int:
             if repeat == 0:
                 print(f"\n--- {title_of(chunk)}: watch the chats", flush=True)
             runs.append(run(runner, workload, chunk, LivePanel() if repeat == 0 else None))
-    for each in (whole[0], chunked[0]):
+    pair = typical_pair(whole, chunked)
+    for each in pair:
         print(f"\n{each.title}")
         print(timeline_text(each.trace, color=sys.stdout.isatty()))
     print(f"\n{table(whole, chunked)}")
@@ -275,7 +287,7 @@ def main(args) -> int:
     print(f"they are {'equal to' if right else 'DIFFERENT from'} those of transformers' generate().")
     if args.svg:
         with open(args.svg, "w", encoding="utf-8") as file:
-            file.write(compare(whole[0].trace, chunked[0].trace, titles=(whole[0].title, chunked[0].title)))
+            file.write(compare(pair[0].trace, pair[1].trace, titles=(pair[0].title, pair[1].title)))
         print(f"Timelines written to {args.svg}")
     if args.json:
         results = {title_of(runs[0].max_prefill_chunk_size): [each.measures() for each in runs] for runs in (whole, chunked)}
