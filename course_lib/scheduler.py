@@ -125,7 +125,8 @@ class Scheduler:
         is_full = start == len(sequence.block_table) * self.block_size
         if is_full and not self.block_manager.allocate(sequence, start + 1):
             return False
-        out.chunks.append(ScheduledChunk(sequence, start, 1, "decode", True))
+        # ScheduledChunk(...) in half the time: this line runs once for every running request in every step
+        out.chunks.append(tuple.__new__(ScheduledChunk, (sequence, start, 1, "decode", True)))
         return True
 
     def _schedule_prefills(self, out: SchedulerOutput, tokens: int) -> int:

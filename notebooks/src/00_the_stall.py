@@ -24,6 +24,12 @@
 # ```
 
 # %% [markdown]
+# ## Before you begin
+#
+# This notebook was saved with its outputs, so that it can be read without running it. You will learn more if you
+# don't see the answers before you guess: choose *Edit → Clear Outputs of All Cells*, then run the cells one by one
+# with Shift+Enter.
+#
 # ## Four people and a document
 #
 # A language model answers in two phases. **Prefill** reads the whole prompt and fills the model's memory of it, the
@@ -157,6 +163,7 @@ show_steps(chunked.trace, arrival - 1, arrival + 8)
 prefill_steps = [step for step in chunked.trace.steps if any(c.request == "document" and c.kind == "prefill" for c in step.chunks)]
 tokens_for_ana = sum("Ana" in step.tokens for step in prefill_steps)
 print(f"\nThe document's prefill took {len(prefill_steps)} steps; Ana got {tokens_for_ana} tokens meanwhile.")
+print(f"You said {my_guess_steps} and {my_guess_tokens_for_ana}.")
 
 # %% [markdown]
 # ## What the document lived through
