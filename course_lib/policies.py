@@ -109,15 +109,17 @@ class FairShare(Policy):
 
     A share is max(min(block_size, budget // 2), left / candidates): even, but never shredded into
     chunks of a few tokens; what one can't use goes to the next. Who has gone longest without a
-    chunk is served first.
+    chunk is served first; a newcomer counts as served just before it came, so that a stream of
+    newcomers doesn't push aside what was begun.
     Promise: with c candidates that all fit in the sequence and block budgets, and at least one share of
-    min(block_size, budget // 2) tokens left by decode in every step, each gets a chunk at least every c steps.
+    min(block_size, budget // 2) tokens left by decode in every step, each gets its next chunk within c
+    steps, whoever arrives meanwhile.
     """
 
     name = "fair_share"
 
     def order(self, prefilling, waiting, step):
-        return sorted([*prefilling, *waiting], key=lambda s: (s.last_step, s.arrival))
+        return sorted([*prefilling, *waiting], key=lambda s: (max(s.last_step, s.arrival_step - 1), s.arrival))
 
     def share(self, budget, left, candidates, block_size):
         return max(min(block_size, budget // 2), -(-left // max(1, candidates)))

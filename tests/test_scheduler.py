@@ -811,3 +811,23 @@ def test_a_policy_of_ones_own_may_cap_each_share():
         add(engine, f"p{i}", 20)
     step(engine)
     assert watch.scheduled() == [{"p0": 5, "p1": 5, "p2": 5, "p3": 1}]
+
+
+def test_under_fair_share_newcomers_do_not_push_aside_what_was_begun():
+    # Two newcomers of one share each in every step would take the whole budget of 16 (shares of 8) for ever.
+    engine = make_engine(max_num_batched_tokens=16, max_num_seqs=8, policy="fair_share", enable_prefix_caching=False)
+    engine.add_request(prompt(100), limit(1), request_id="A")
+    waited, longest = 0, 0
+    for number in range(200):
+        if "A" not in engine.snapshot():
+            break
+        for which in "xy":
+            engine.add_request(prompt(8, number), limit(1), request_id=f"{which}{number}")
+        candidates = len(engine.snapshot())
+        engine.step()
+        got = any(chunk.request == "A" for chunk in engine.trace.steps[-1].chunks)
+        waited = 0 if got else waited + 1
+        longest = max(longest, waited)
+        assert waited <= candidates
+    assert "A" not in engine.snapshot(), "it never ended"
+    assert longest <= 8  # no more than max_num_seqs candidates can be ahead of it
