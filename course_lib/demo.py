@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ def run(
     max_prefill_chunk_size: int | None,
     on_outputs: Callable[[Engine, list[RequestOutput]], object] | None = None,
 ) -> StallRun:
-    """Serve the workload on a fresh engine; `on_outputs(engine, outputs)` is called after every step.
+    """Serve the workload on a fresh engine; `on_outputs(engine, outputs)` is called after every
+    step, and when the document has arrived.
 
     Runs with different chunk sizes have the same configuration otherwise, and the same work to do.
     """
@@ -143,6 +145,8 @@ def run(
         if waiting_for_document and len(started) == len(workload.chats) and min(started) >= workload.head_start:
             waiting_for_document = False
             add(DOCUMENT, workload.document)
+            if on_outputs is not None:
+                on_outputs(engine, [])  # it is there now, and its step may take long
     engine.check_invariants()
     return StallRun(max_prefill_chunk_size, engine.trace, outputs)
 
@@ -186,15 +190,20 @@ def table(whole: list[StallRun], chunked: list[StallRun]) -> str:
     return "\n".join(lines)
 
 
+def terminal_width() -> int:
+    """Columns that a line may take without wrapping, at most 100."""
+    return max(40, min(100, shutil.get_terminal_size((100, 24)).columns - 1))
+
+
 class LivePanel:
     """Shows the streams while they grow: one line a request, rewritten after each step on a terminal.
 
     Where the output is no terminal, it prints each text once, when the run is over.
     """
 
-    def __init__(self, out=None, width: int = 100) -> None:
+    def __init__(self, out=None, width: int | None = None) -> None:
         self.out = out or sys.stdout
-        self.width = width
+        self.width = (width or terminal_width()) - 13  # the label; a line that wraps would count as two
         self._texts: dict[str, str] = {}
         self._drawn = 0
         self._live = self.out.isatty()
@@ -226,20 +235,24 @@ class LivePanel:
 class Watch:
     """Prints one request's text as it streams, and marks where a reader had to wait for it.
 
-    A wait is a gap of more than `pause` seconds between two of its tokens.
+    A wait is a gap between two of its tokens of more than three times the median gap.
     """
 
-    def __init__(self, name: str, pause: float = 0.3, width: int = 90) -> None:
-        self.name, self.pause, self.width = name, pause, width
+    def __init__(self, name: str, width: int = 90) -> None:
+        self.name, self.width = name, width
         self._last: float | None = None
+        self._gaps: list[float] = []
         self._column = 0
 
     def __call__(self, engine: Engine, outputs: list[RequestOutput]) -> None:
         now = engine.runner.now()
         for output in outputs:
             if output.request_id == self.name:
-                if self._last is not None and now - self._last > self.pause:
-                    self._print(f" [... {now - self._last:.1f} s ...]")
+                if self._last is not None:
+                    gap = now - self._last
+                    if self._gaps and gap > 3 * median(self._gaps):
+                        self._print(f" [... {gap:.1f} s ...]")
+                    self._gaps.append(gap)
                 self._last = now
                 self._print(output.new_text)
                 if output.finished:
@@ -277,7 +290,7 @@ def main(args) -> int:
     pair = typical_pair(whole, chunked)
     for each in pair:
         print(f"\n{each.title}")
-        print(timeline_text(each.trace, color=sys.stdout.isatty()))
+        print(timeline_text(each.trace, width=terminal_width(), color=sys.stdout.isatty()))
     print(f"\n{table(whole, chunked)}")
     if args.repeat > 1:
         print(f"(medians of {args.repeat} runs each, taken in turns)")

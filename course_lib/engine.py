@@ -102,9 +102,14 @@ class Engine:
         config = EngineConfig() if config is None else config
         if not isinstance(config, EngineConfig):
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
+        if not callable(getattr(runner, "execute", None)):
+            raise TypeError(f"runner must be a runner, like FakeRunner() or ModelRunner('smollm2'), got {runner!r:.200}")
         self.runner = runner
         self.config = config
         self.max_model_len = config.resolve_max_model_len(runner.max_model_len)
+        if hasattr(runner, "init_kv_cache"):
+            runner.init_kv_cache(config.num_blocks, config.block_size)
+        self._kv_cache = getattr(runner, "kv_cache", None)
         self.block_manager = block_manager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = scheduler(config, self.block_manager)
         self.slot_mapping = slot_mapping
@@ -124,9 +129,6 @@ class Engine:
         self._stepping = False
         self._broken = ""
         self._to_cancel: set[str] = set()
-        if hasattr(runner, "init_kv_cache"):
-            runner.init_kv_cache(config.num_blocks, config.block_size)
-        self._kv_cache = getattr(runner, "kv_cache", None)
 
     # ---- requests in ----------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The demo command, on the tiny model: the same code that shows the stall on SmolLM2."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 from course_lib import demo
@@ -34,7 +35,7 @@ def test_the_document_arrives_when_every_stream_has_its_head_start(tiny):
     seen = []
     run = demo.run(ModelRunner(tiny), workload, 30, lambda engine, outputs: seen.append(len(outputs)))
     # b's 40 prompt tokens take two chunks of 30, so its tokens come in steps 1 to 5, and the document before step 6.
-    assert run.trace.requests[demo.DOCUMENT].arrival_step == 6 and len(seen) == len(run.trace.steps)
+    assert run.trace.requests[demo.DOCUMENT].arrival_step == 6 and len(seen) == len(run.trace.steps) + 1
     chunks = [c.num_tokens for step in run.trace.steps for c in step.chunks if c.request == demo.DOCUMENT and c.kind == "prefill"]
     assert chunks == [30, 30, 30, 10]
     assert {name: len(ids) for name, ids in run.token_ids.items()} == workload.num_tokens
@@ -51,7 +52,9 @@ def test_a_live_panel_redraws_its_lines_on_a_terminal(tiny):
 
     out = Terminal()
     workload = demo.Workload({"a": [65, 66], "b": [67]}, list(range(97, 122)) * 4, stream_tokens=6, document_tokens=2, head_start=2)
-    demo.run(ModelRunner(tiny), workload, 40, demo.LivePanel(out))
+    demo.run(ModelRunner(tiny), workload, 40, demo.LivePanel(out, width=60))
     text = out.getvalue()
+    assert max(len(line.replace("\x1b[2K", "")) for line in re.sub("\x1b\\[[0-9]+A", "", text).splitlines()) <= 60
+    assert "[WAITING: 0 of 100 prompt tokens]" in text
     assert "\x1b[3A" in text, "three requests: it goes up three lines"
     assert "[PREFILLING: 40 of 100 prompt tokens]" in text

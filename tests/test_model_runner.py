@@ -589,3 +589,15 @@ def test_smollm2_logits_are_those_of_transformers(smollm2):
     prompt = smollm2.tokenizer.encode(STORY.read_text(encoding="utf-8"))[:100]
     _, results = prefill(smollm2, prompt, 37, [7, 3, 9, 1, 0, 8, 2])
     assert (results[-1] - last_logits(smollm2.model, prompt)).abs().max() < 1e-4
+
+
+def test_a_pool_larger_than_the_memory_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"num_blocks=1000000000 .* GB .* at most \d+ blocks would fit"):
+        Engine(ModelRunner(tiny), EngineConfig(num_blocks=10**9, max_model_len=1024))
+
+
+def test_what_is_no_runner_or_no_loaded_model_is_refused(tiny):
+    with pytest.raises(TypeError, match="runner must be .* got 'smollm2'"):
+        Engine("smollm2")
+    with pytest.raises(TypeError, match="model must be .* got LlamaForCausalLM"):
+        ModelRunner(tiny.model)

@@ -387,3 +387,9 @@ def test_round_times():
     assert round_times(6.3, 8) == [(float(t), f"{t} s" if t else "0") for t in range(7)]
     assert [label for _, label in round_times(0.012, 4)] == ["0", "5 ms", "10 ms"]
     assert round_times(0.0, 4) == [(0.0, "0")]
+
+
+@pytest.mark.parametrize("width", [-1, 0, 3, 319])
+def test_a_picture_that_is_too_narrow_is_refused_at_once(width):
+    with pytest.raises(ValueError, match=f"width={width} .* at least 320"):
+        timeline(Trace(), width=width, title="a title that would have to be cut")

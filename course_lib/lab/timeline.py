@@ -125,10 +125,6 @@ class _Panel:
 
 def _layout(stories: list[Story], titles: list[str], by: str, width: int) -> list[_Panel]:
     """The panels, one above the other, on one common axis."""
-    if width < 320:
-        raise ValueError(f"width={width} is too small: it must be at least 320 pixels")
-    if by not in ("time", "step"):
-        raise ValueError(f"by={by!r} is not known: it must be 'time' or 'step'")
     labels = [life.label for story in stories for life in grouped(story.lives, MAX_ROWS)]
     left = PAD + min(max((text_width(label) for label in [*labels, by]), default=0), 130) + 10
     has_table = width >= 640 and all(len(story.lives) * READABLE <= MAX_ROWS_HEIGHT for story in stories)
@@ -425,6 +421,10 @@ SWATCHES = {
 
 def _picture(stories: list[Story], title: str, titles: list[str], by: str, width: int, desc: str) -> str:
     """A title, the legend, and a panel per story; a story that is alone needs no title of its own."""
+    if width < 320:
+        raise ValueError(f"width={width} is too small: it must be at least 320 pixels")
+    if by not in ("time", "step"):
+        raise ValueError(f"by={by!r} is not known: it must be 'time' or 'step'")
     svg, y = Svg(width), PAD
     if title:
         _draw_title(svg, y, title)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory of the device; None where the system doesn't say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 class KVCache:
@@ -18,6 +30,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        size = self.bytes_per_token(num_layers, num_kv_heads, head_dim, dtype) * num_blocks * block_size
+        memory = total_memory(device)
+        if memory is not None and size > memory:
+            raise ValueError(
+                f"num_blocks={num_blocks} with block_size={block_size} needs {size / 1e9:.1f} GB for K and V, "
+                f"this device has {memory / 1e9:.1f} GB: at most {num_blocks * memory // size} blocks would fit"
+            )
         shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.k = torch.zeros(shape, dtype=dtype, device=device)

@@ -86,6 +86,8 @@ def load_model(
     else:
         model, tokenizer, source = _load_any(str(folder) if folder.is_dir() else name, as_dtype)
     model = model.to(device=on_device, dtype=as_dtype).eval().requires_grad_(False)
+    if hasattr(tokenizer, "model_max_length"):  # the engine checks lengths itself, with the number and the limit
+        tokenizer.model_max_length = 1 << 30
     return LoadedModel(model=model, tokenizer=tokenizer, name=name, source=source, device=on_device)
 
 

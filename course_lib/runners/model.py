@@ -29,6 +29,8 @@ class ModelRunner:
 
     def __init__(self, model: LoadedModel | str, attention: str = "auto") -> None:
         loaded = load_model(model) if isinstance(model, str) else model
+        if not isinstance(loaded, LoadedModel):
+            raise TypeError(f"model must be a name or what load_model() returns, got {type(model).__name__}")
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         config = self.model.config
         self.attention = default_backend(self.model.device) if attention == "auto" else attention
