@@ -107,7 +107,11 @@ class Scheduler:
         return out
 
     def _schedule_decodes(self, out: SchedulerOutput) -> list[Sequence]:
-        """Give RUNNING sequences their token; returns those that the decode share leaves out."""
+        """Give RUNNING sequences their token; returns those that the decode share leaves out.
+
+        Promise: with cap = max(1, floor(max_decode_share * budget)) tokens for decode while prefill
+        waits, no RUNNING sequence goes more than ceil(running / cap) steps without a token.
+        """
         chosen, left_out = list(self.running), []
         if self.prefilling or self.waiting:
             cap = max(1, int(self.config.max_decode_share * self.config.max_num_batched_tokens))
