@@ -51,13 +51,9 @@ class BlockManager:
         """Tokens that `sequence` could still add to the cache with its own and all free blocks."""
         return (len(sequence.block_table) + self.num_free) * self.block_size - sequence.cached_token_count
 
-    def blocks_to_allocate(self, sequence: Sequence, num_tokens: int) -> int:
-        """New blocks that `sequence` needs to hold `num_tokens` tokens in all."""
-        return blocks_needed(num_tokens, self.block_size) - len(sequence.block_table)
-
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow the block table until it holds `num_tokens` tokens. All or nothing: False changes nothing."""
-        need = self.blocks_to_allocate(sequence, num_tokens)
+        need = blocks_needed(num_tokens, self.block_size) - len(sequence.block_table)
         if need > self.num_free:
             return False
         for _ in range(need):

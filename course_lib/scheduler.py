@@ -65,10 +65,6 @@ class SchedulerOutput:
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
 
 class Scheduler:
     """Keeps the queues and decides, step by step, what is computed.
