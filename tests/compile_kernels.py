@@ -44,9 +44,9 @@ CASES = [
 ]
 
 
-def launch_all(dtype, launch):
+def launch_all(dtype, cases, launch):
     """Launch every kernel in shapes that differ once they are compiled. `launch.what` says in which."""
-    for case in CASES:
+    for case in cases:
         heads, kv_heads, head_dim, tokens, splits = case
         launch.what = (str(dtype).removeprefix("torch."), *case)
         batch = Batch([], [], [], [[0] * 7], [100], [0, tokens], [], [], [], 16)
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     kernels.readable = lambda tensor, name: tensor  # the real one refuses tensors on a CPU
     launch = Compile()
     JITFunction.run = lambda self, *args, **options: launch(self, *args, **options)
-    for dtype in (torch.bfloat16 if capability >= 80 else torch.float16, torch.float32):
-        launch_all(dtype, launch)
+    launch_all(torch.bfloat16 if capability >= 80 else torch.float16, CASES, launch)
+    launch_all(torch.float32, CASES[:3], launch)
