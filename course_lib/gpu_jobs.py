@@ -3,7 +3,8 @@
 gpu_check.py starts this in a process of its own, because after some errors a GPU can be used by a new process only.
 Arguments: the number of the job to begin with, and --dry-run: tiny sizes on the CPU, in Triton's interpreter.
 
-Each line is {"machine": {...}}, {"job": number, ...} when one begins, or {"row": {...}}. Times are seconds, medians of the runs of one call.
+Each line is {"machine": {...}}, {"job": number, ...} when one begins, or {"row": {...}}. A time is the median of many
+runs of one call, in seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import platform
 import random
+import re
 import statistics
 import sys
 import time
@@ -406,7 +408,9 @@ def words(problem: Exception) -> str:
 
 def is_fatal(problem: Exception) -> bool:
     """Whether this process can't use the GPU any more."""
-    return not isinstance(problem, torch.OutOfMemoryError) and "CUDA error" in str(problem)
+    return not isinstance(problem, torch.OutOfMemoryError) and bool(
+        re.search(r"CUDA error|Triton Error \[CUDA\]", str(problem))
+    )
 
 
 def say(**line) -> None:

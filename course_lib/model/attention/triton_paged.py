@@ -93,13 +93,13 @@ def attention_kernel(
     begin = split * tiles_per_split * BLOCK_N
     end = tl.minimum(begin + tiles_per_split * BLOCK_N, num_keys)
 
-    # 4. The online softmax. The maximum starts low but finite, because (-inf) - (-inf) is no number.
+    # 4. The online softmax. The maximum starts low but finite: (-inf) - (-inf) would be NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, D], 0.0, tl.float32)
     for start in range(begin, end, BLOCK_N):
         key_pos = start + tl.arange(0, BLOCK_N)
-        is_key = key_pos < end  # what lies in the slots behind the context belongs to others, or is no number at all
+        is_key = key_pos < end  # the slots behind it aren't this sequence's: they may hold anything, NaN too
         block = tl.load(block_table + key_pos // BLOCK_SIZE, mask=is_key, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + key_pos % BLOCK_SIZE
         kv_at = ((slot * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + d[None, :]
@@ -187,7 +187,7 @@ def paged_attention(query, key_cache, value_cache, plan: Plan, scaling: float) -
         scaling * math.log2(math.e), num_tokens, query.stride(0), query.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=plan.block_size,
         BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, D=D, NUM_SPLITS=num_splits, DOT=DOT_TYPES[query.dtype],
-        num_warps=4, num_stages=5 if BLOCK_N * D * query.element_size() < TILE_BYTES else 3,
+        num_warps=max(4, plan.block_m // 16), num_stages=5 if BLOCK_N * D * query.element_size() < TILE_BYTES else 3,
     )  # fmt: skip
     if num_splits > 1:
         combine_kernel[(num_rows,)](parts, lse, output, num_rows, HEAD_DIM=head_dim, D=D, NUM_SPLITS=num_splits)
