@@ -49,7 +49,7 @@ STORE_TOKENS = (1, 64, 512, 8192)
 ENGINE_BATCHES = (1, 16, 64)
 # What if the plan chose otherwise? shape -> attributes of the plan to try
 VARIANTS = {f"decode {n} × {c}": {"num_splits": (1, 4, 16, 64)} for n, c in ((1, 32768), (16, 8192), (128, 2048))}
-VARIANTS |= {f"chunk {n} at 4096": {"max_rows": (16, 32, 64, 128)} for n in (256, 2048)}
+VARIANTS |= {f"chunk {n} at 4096": {"max_rows": (16, 32, 64, 128), "num_splits": (1, 2, 4, 8)} for n in (256, 2048)}
 
 DRY_VARIANTS = {"decode 2 × 40": {"num_splits": (1, 4)}, "chunk 8 at 20": {"max_rows": (16, 64)}}
 DRY_MODELS = {"tiny": (4, 2, 16)}
