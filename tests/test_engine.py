@@ -1422,12 +1422,12 @@ def test_on_step_sees_what_is_about_to_be_computed():
 # In the order in which a request flows through them: a module may import only from those before it.
 ORDER = [
     "validation", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "batch",
-    "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants", "engine", "workloads", "lab", "checks", "__init__", "demo", "doctor", "bench",
-    "simulate", "__main__",
+    "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants", "engine", "workloads", "lab",
+    "checks", "__init__", "demo", "doctor", "bench", "simulate", "gpu_jobs", "gpu_check", "__main__",
 ]  # fmt: skip
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
 SHOWN_WITH = {"ipywidgets", "matplotlib", "IPython", "anywidget", "tqdm"}
-COMMANDS = {"demo", "doctor", "bench", "simulate", "__main__"}  # may look at anything, inside a function
+COMMANDS = {"demo", "doctor", "bench", "simulate", "gpu_jobs", "gpu_check", "__main__"}  # may look at anything, inside a function
 
 
 def modules():
