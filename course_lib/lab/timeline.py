@@ -330,7 +330,19 @@ SWATCHES = {
 }
 
 
-def _picture(stories: list[Story], title: str, titles: list[str], by: str, width: int, desc: str) -> str:
+@dataclass
+class Drawing:
+    """A finished picture, and where in it things are (pixels): what an interactive view needs."""
+
+    svg: str
+    width: int
+    height: int
+    panels: list[_Panel]
+    shift: int  # from the top of the picture to that of the panels
+
+
+def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: int = 960, title: str = "",
+         desc: str = "") -> Drawing:  # fmt: skip
     """A title, the legend, and a panel per story; a story that is alone needs no title of its own."""
     if width < 320:
         raise ValueError(f"width={width} is too small: it must be at least 320 pixels")
@@ -347,7 +359,8 @@ def _picture(stories: list[Story], title: str, titles: list[str], by: str, width
     kinds = set().union(*(_draw_panel(body, panel) for panel in panels))
     y = _draw_legend(svg, {kind: words for kind, words in LEGEND.items() if kind in kinds}, stories, y) + 10
     svg.parts += [f'<g transform="translate(0 {y})">', *body.parts, "</g>"]
-    return svg.page(y + panels[-1].bottom + 34, title or "Timeline", desc)
+    height = y + panels[-1].bottom + 34
+    return Drawing(svg.page(height, title or "Timeline", desc), width, height, panels, y)
 
 
 def timeline(trace: Trace, *, by: str = "time", width: int = 960, title: str | None = None,
@@ -360,12 +373,15 @@ def timeline(trace: Trace, *, by: str = "time", width: int = 960, title: str | N
     labels  request -> what to call it
     """
     story = read(trace, labels)
-    return _picture([story], title or "", [""], by, width, describe(story))
+    return draw([story], [""], by=by, width=width, title=title or "", desc=describe(story)).svg
 
 
 def compare(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), by: str = "time", width: int = 960,
             title: str | None = None, labels: dict[str, str] | None = None) -> str:  # fmt: skip
     """The same requests under two settings, one above the other, on the same axis."""
     stories = [read(a, labels), read(b, labels)]
-    desc = " ".join(f"{name}: {describe(story)}" for name, story in zip(titles, stories, strict=True))
-    return _picture(stories, title or "", list(titles), by, width, desc)
+    return draw(stories, list(titles), by=by, width=width, title=title or "", desc=describe_two(stories, titles)).svg
+
+
+def describe_two(stories: list[Story], titles) -> str:
+    return " ".join(f"{name}: {describe(story)}" for name, story in zip(titles, stories, strict=True))
