@@ -6,7 +6,10 @@
     show(block_map(engine.trace, step=12), block_map_alt(engine.trace, step=12))
     print(timeline_text(engine.trace))
 
-Needs the standard library alone, so that it runs in a browser as well.
+    TraceView(engine.trace)          to play and to look into
+    lab()                            the scheduler lab
+
+The pictures need the standard library alone, so that they run in a browser as well; the views need anywidget.
 """
 
 from .block_map import block_map, block_map_alt, block_map_text
@@ -17,6 +20,19 @@ from .timeline import compare, timeline
 from .timeline_text import timeline_text
 
 __all__ = [
-    "Picture", "alt_text", "block_map", "block_map_alt", "block_map_text", "budget", "budget_alt", "budget_text",
-    "compare", "show", "timeline", "timeline_text",
+    "Lab", "Picture", "TraceView", "alt_text", "block_map", "block_map_alt", "block_map_text", "budget", "budget_alt", "budget_text",
+    "compare", "lab", "show", "timeline", "timeline_text",
 ]  # fmt: skip
+
+
+def __getattr__(name: str):
+    """The views bring ipywidgets along, and the lab the simulator: they are imported when first asked for."""
+    if name == "TraceView":
+        from .view import TraceView
+
+        return TraceView
+    if name in ("lab", "Lab"):
+        from . import scheduler_lab
+
+        return getattr(scheduler_lab, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

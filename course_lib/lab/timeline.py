@@ -70,9 +70,8 @@ class _Panel:
         return self.budget_top + BUDGET_HEIGHT
 
 
-def _layout(stories: list[Story], titles: list[str], by: str, width: int) -> list[_Panel]:
+def _layout(stories: list[Story], titles: list[str], by: str, width: int, room: int) -> list[_Panel]:
     """The panels, one above the other, on one common axis."""
-    room = ROOM if len(stories) == 1 else ROOM_OF_TWO
     lives = [grouped(story.lives, room // LOW) for story in stories]
     labels = [life.label for panel in lives for life in panel]
     left = PAD + min(max((text_width(label) for label in [*labels, by]), default=0), 130) + 10
@@ -342,8 +341,11 @@ class Drawing:
 
 
 def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: int = 960, title: str = "",
-         desc: str = "") -> Drawing:  # fmt: skip
-    """A title, the legend, and a panel per story; a story that is alone needs no title of its own."""
+         desc: str = "", room: int | None = None) -> Drawing:  # fmt: skip
+    """A title, the legend, and a panel per story; a story that is alone needs no title of its own.
+
+    room: pixels for the rows of a panel, however many there are.
+    """
     if width < 320:
         raise ValueError(f"width={width} is too small: it must be at least 320 pixels")
     check_way(by)
@@ -355,7 +357,7 @@ def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: in
         _draw_headline(svg, y + 9, stories[0])
         y += 24
     body = Svg(width)
-    panels = _layout(stories, titles, by, width)
+    panels = _layout(stories, titles, by, width, room or (ROOM if len(stories) == 1 else ROOM_OF_TWO))
     kinds = set().union(*(_draw_panel(body, panel) for panel in panels))
     y = _draw_legend(svg, {kind: words for kind, words in LEGEND.items() if kind in kinds}, stories, y) + 10
     svg.parts += [f'<g transform="translate(0 {y})">', *body.parts, "</g>"]

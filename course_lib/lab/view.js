@@ -34,7 +34,7 @@ const CSS = `
 .lmv-note{color:#9c3f77;color:light-dark(#9c3f77,#e39ac4);font-weight:600}
 .lmv-hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 .lmv table{border-collapse:collapse;margin:6px 8px;font-variant-numeric:tabular-nums;font-size:13px}
-.lmv th,.lmv td{padding:1px 14px 1px 0;text-align:right;font-weight:400;background:none;border:0;color:inherit}
+.lmv th,.lmv td{padding:1px 22px 1px 0;text-align:right;font-weight:400;background:none;border:0;color:inherit}
 .lmv th:first-child{text-align:left}
 .lmv td{font-weight:600}
 .lmv textarea{width:calc(100% - 16px);margin:6px 8px;height:13em;font:12px/1.4 ui-monospace,monospace}
@@ -522,8 +522,10 @@ class View {
 
   // One question at a time; while it is open, only the newest is kept.
   ask(message) {
-    if (this.busy && message.kind === "set") { this.wanted = message; return; }
+    const isOpen = this.busy && performance.now() - this.asked < 5000; // an answer may get lost
+    if (isOpen && message.kind === "set") { this.wanted = message; return; }
     this.busy = true;
+    this.asked = performance.now();
     this.callbacks.send?.(message);
   }
 
@@ -615,7 +617,7 @@ export function mount(element, frame, callbacks = {}) {
 
 function render({ model, el }) {
   const cell = () => el.closest(".jp-Cell");
-  const view = mount(el, JSON.parse(model.get("frame")), {
+  const view = mount(el, { ...JSON.parse(model.get("setup")), ...JSON.parse(model.get("frame")) }, {
     send: (message) => model.send(message),
     leave: () => cell()?.focus(),
     save: () => {

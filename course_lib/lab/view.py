@@ -1,12 +1,13 @@
-"""The interactive view in a notebook: `TraceView(trace)`.
+"""The interactive views in a notebook: `TraceView(trace)`, and `LabView`, which `lab()` makes.
 
-What it shows is view.js; this file hands it a frame (see frame.py) and the messages. Where anywidget
-can't be imported, `TraceView` is made of ipywidgets: the same pictures, drawn by Python for each step.
+What they show is view.js; this file hands it frames (see frame.py) and takes its messages. Where
+anywidget can't be imported, they are made of ipywidgets: the same pictures, drawn by Python for each step.
 """
 
 from __future__ import annotations
 
 import json
+from html import escape
 from importlib import resources
 
 from ..trace import Trace
@@ -33,10 +34,11 @@ if anywidget is not None:
         """Shows the frame in `frame`, a JSON text, and calls `on_message(message)` for what the reader does."""
 
         _esm = script()
+        setup = traitlets.Unicode("{}").tag(sync=True)  # what stays: the controls
         frame = traitlets.Unicode("{}").tag(sync=True)
 
-        def __init__(self, data: dict) -> None:
-            super().__init__(frame=_to_json(data))
+        def __init__(self, data: dict, setup: dict | None = None) -> None:
+            super().__init__(frame=_to_json(data), setup=_to_json(setup or {}))
             self._summary = data["summary"]
             # ipykernel 7.4 hands a widget's messages to the shell that wrote to it last. During a run
             # that is the busy cell, and a button would be heard only at its end. (A private name: if
@@ -64,6 +66,20 @@ if anywidget is not None:
         def __init__(self, *traces: Trace, **how) -> None:
             check_traces(traces)
             super().__init__(frame(*traces, **how))
+
+    class LabView(FrameView):
+        """Shows a `Lab`: hands it what the reader does, and shows what it answers."""
+
+        def __init__(self, lab) -> None:
+            self.lab = lab
+            super().__init__(lab.frame(), lab.setup())
+
+        def on_message(self, message: dict) -> None:
+            answer = self.lab.handle(message)
+            if "kind" in answer:
+                self.send(answer)
+            else:
+                self.show_frame(answer)
 
 else:
     import ipywidgets
@@ -93,6 +109,40 @@ else:
 
         def __repr__(self) -> str:
             return f"TraceView({self._summary})"
+
+    class LabView(ipywidgets.VBox):
+        """The controls of a `Lab` as ipywidgets, its numbers and its picture below."""
+
+        def __init__(self, lab) -> None:
+            self.lab = lab
+            self._numbers, self._picture = ipywidgets.HTML(), ipywidgets.HTML()
+            self._controls = {}
+            for control in lab.setup()["controls"]:
+                options = [(words, value) for value, words in control["values"]]
+                choose = ipywidgets.SelectionSlider if len(options) > 5 else ipywidgets.Dropdown
+                widget = choose(options=options, description=control["label"], value=getattr(lab.settings, control["key"]),
+                                style={"description_width": "initial"})  # fmt: skip
+                widget.observe(self._change, "value")
+                self._controls[control["key"]] = widget
+            self._show(lab.frame())
+            boxes = list(self._controls.values())
+            rows = [ipywidgets.HBox(boxes[i : i + 3]) for i in range(0, len(boxes), 3)]
+            super().__init__([*rows, self._numbers, self._picture])
+
+        def _change(self, change) -> None:
+            self._show(self.lab.change({key: widget.value for key, widget in self._controls.items()}))
+
+        def _show(self, data: dict) -> None:
+            if "error" in data:
+                self._numbers.value = escape(data["error"])
+                return
+            self._summary = data["summary"]
+            rows = [f"<td>{'</td><td>'.join(map(escape, row))}</td>" for row in data["readouts"]["rows"]]
+            self._numbers.value = f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+            self._picture.value = show(data["svg"], data["alt"])._repr_mimebundle_()["text/html"]
+
+        def __repr__(self) -> str:
+            return f"LabView({self._summary})"
 
 
 def check_traces(traces: tuple) -> None:
