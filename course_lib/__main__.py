@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .config import check_int
+from .validation import check_int
 
 
 def positive(text: str) -> int:

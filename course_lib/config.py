@@ -6,64 +6,17 @@ reported where it was written, with the field, the value and the limit.
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass
 from typing import Any
+
+from .validation import Checked, check_int, check_number
 
 # The names that EngineConfig.policy takes; the classes are in policies.py.
 POLICY_NAMES = ("prefilling_first", "waiting_first", "shortest_first", "priority", "fair_share")
 
 
-def check_int(field: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    """`value` as a plain int (NumPy integers pass, bools and floats don't), within the limits."""
-    if isinstance(value, bool):
-        raise TypeError(f"{field} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{field} must be an integer, got {value!r} ({type(value).__name__})") from None
-    if minimum is not None and number < minimum:
-        raise ValueError(f"{field}={number} is too small: it must be at least {minimum}")
-    if maximum is not None and number > maximum:
-        raise ValueError(f"{field}={number} is too large: it must be at most {maximum}")
-    return number
-
-
-def check_number(field: str, value: Any, allowed: str, is_allowed) -> float:
-    """`value` as a finite float for which `is_allowed(value)` holds; `allowed` says it in words."""
-    if isinstance(value, (bool, str)):
-        raise TypeError(f"{field} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{field} must be a number, got {value!r} ({type(value).__name__})") from None
-    if not math.isfinite(number) or not is_allowed(number):
-        raise ValueError(f"{field}={number} is not allowed: it must be {allowed}")
-    return number
-
-
-class _Checked:
-    """Lets `__post_init__` of a frozen dataclass write back the normalised value."""
-
-    def _set(self, field: str, value: Any) -> None:
-        object.__setattr__(self, field, value)
-
-    def _check_int(self, field: str, minimum: int | None = None, optional: bool = False) -> None:
-        value = getattr(self, field)
-        if not (optional and value is None):
-            self._set(field, check_int(field, value, minimum))
-
-    def _tuple(self, field: str, what: str) -> tuple:
-        value = getattr(self, field)
-        try:
-            return () if value is None else tuple(value)
-        except TypeError:
-            raise TypeError(f"{field} must be a list of {what}, got {value!r}") from None
-
-
 @dataclass(frozen=True)
-class EngineConfig(_Checked):
+class EngineConfig(Checked):
     """Sizes, budgets and switches of one engine.
 
     block_size              tokens per KV block, a power of two
@@ -140,7 +93,7 @@ class EngineConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class SamplingParams(_Checked):
+class SamplingParams(Checked):
     """How one request's tokens are chosen and when it ends. The default is greedy.
 
     max_tokens          most tokens to generate
@@ -151,7 +104,7 @@ class SamplingParams(_Checked):
     repetition_penalty  above 1: tokens already in prompt or output become less likely
     seed                fixes the random draws of this request; None: drawn by the engine
     stop                strings that end the output (the string itself isn't shown)
-    stop_token_ids      token ids that end the output
+    stop_token_ids      token ids that end the output (the token stays in token_ids, as an end-of-sequence token does)
     ignore_eos          go on after the model's end-of-sequence token
     logprobs            how many alternatives to report per token (0: the token's own); None: none
     """

@@ -12,70 +12,24 @@ import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 
+from . import invariants
 from . import metrics as metrics_module
 from .batch import Sample, SlotMapping, build_batch
 from .block_manager import BlockManager
-from .config import EngineConfig, SamplingParams, check_int
+from .config import EngineConfig, SamplingParams
+from .outputs import RequestOutput, RequestState, Stream
+from .prompts import Prompt, check_prompt
+from .recorder import Recorder
 from .runners.base import Runner
 from .scheduler import Scheduler, SchedulerOutput
-from .sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
-from .slots import blocks_needed, slot_mapping
+from .sequence import FINISHED, PREFILLING, RUNNING, Sequence
+from .slots import slot_mapping
 from .text import TextStream
-from .trace import ChunkRecord, RequestRecord, StepRecord, Trace
-
-Prompt = str | SequenceOf[int]
-
-
-@dataclass
-class RequestOutput:
-    """What a step brought to one request. Times in seconds on the runner's clock.
-
-    new_token_ids and new_text are this step's; token_ids, text and logprobs are all up to now.
-    finish_reason: stop (end-of-sequence, stop token or stop string), length, cancelled or error.
-    """
-
-    request_id: str
-    new_token_ids: list[int]
-    new_text: str
-    text: str
-    finished: bool
-    finish_reason: str | None
-    num_cached_tokens: int  # prompt tokens that the prefix cache gave
-    arrival_time: float
-    first_token_time: float | None
-    finish_time: float | None
-    error: str | None
-    _generated: list[int] = field(repr=False)
-    _logprobs: list[dict[int, float]] | None = field(repr=False)
-    _num_generated: int = field(repr=False)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All tokens generated up to this output."""
-        return self._generated[: self._num_generated]
-
-    @property
-    def logprobs(self) -> list[dict[int, float]] | None:
-        """Per generated token {token id: log-probability}; None when the request didn't ask for them."""
-        return None if self._logprobs is None else self._logprobs[: self._num_generated]
-
-
-@dataclass(frozen=True)
-class RequestState:
-    """What `Engine.snapshot()` says of an unfinished request; `reason`: why the last step gave it nothing."""
-
-    status: str
-    prompt_tokens: int
-    prefilled_token_count: int
-    cached_token_count: int
-    generated_tokens: int
-    block_table: list[int]
-    num_preemptions: int
-    reason: str | None
+from .trace import Trace
+from .validation import check_int
 
 
 class Engine:
@@ -115,12 +69,10 @@ class Engine:
         self.slot_mapping = slot_mapping
         self.on_step = on_step
         policy = config.policy if isinstance(config.policy, str) else getattr(config.policy, "name", type(config.policy).__name__)
-        self.trace = Trace({**vars(config), "policy": policy, "max_model_len": self.max_model_len})
-        self._record_trace = record_trace
+        settings = {**vars(config), "policy": policy, "max_model_len": self.max_model_len}
         self._sequences: dict[str, Sequence] = {}  # live ones, and ended ones not yet delivered
+        self._recorder = Recorder(settings, self._sequences, record_trace)
         self._outbox: deque[RequestOutput] = deque()
-        self._reasons: dict[str, str] = {}  # request id -> why the last step gave it nothing
-        self._record = StepRecord()  # the next step's; what happens between steps goes into it as well
         self._random = random.Random()  # seeds for requests without one
         self._num_added = 0
         self._num_empty = 0
@@ -148,45 +100,7 @@ class Engine:
         return self._add(self._validate(prompt, params), request_id, priority, cache_salt)
 
     def _validate(self, prompt: Prompt, params: SamplingParams | None, field: str = "prompt"):
-        """The prompt as token ids, its parameters and its token limit; raises for bad ones."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {params!r}")
-        if params.stop and self.runner.tokenizer is None:
-            raise ValueError(f"stop={params.stop} needs texts, but this runner has no tokenizer: use stop_token_ids")
-        if isinstance(prompt, str):
-            if self.runner.tokenizer is None:
-                raise TypeError(f"{field} is a text, but this runner has no tokenizer: give a list of token ids")
-            token_ids = list(self.runner.tokenizer.encode(prompt))
-        else:
-            if isinstance(prompt, (bytes, dict, set)) or not isinstance(prompt, Iterable):
-                raise TypeError(f"{field} must be a text or a list of token ids, got {prompt!r}")
-            token_ids = list(prompt)
-        vocab_size = self.runner.vocab_size
-        for place, token_id in enumerate(token_ids):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                token_ids[place] = check_int(f"{field}[{place}]", token_id, 0, vocab_size - 1)
-        length, limit, config = len(token_ids), self.max_model_len, self.config
-        if length == 0:
-            raise ValueError(f"{field} is empty (0 tokens): it must have at least 1 token")
-        if length >= limit:
-            raise ValueError(
-                f"{field} has {length} tokens, max_model_len is {limit}: at most {limit - 1} fit, "
-                f"since one must be left for the output (the pool holds {config.num_blocks * config.block_size})"
-            )
-        chunk = config.max_prefill_chunk_size or length
-        if config.max_prefill_chunk_size is None and length > config.max_num_batched_tokens:
-            raise ValueError(
-                f"{field} has {length} tokens, max_num_batched_tokens is {config.max_num_batched_tokens}: "
-                f"with max_prefill_chunk_size=None a prompt must fit in one step"
-            )
-        first = blocks_needed(min(length, chunk, config.max_num_batched_tokens), config.block_size)
-        if first + config.watermark_blocks > config.num_blocks:
-            raise ValueError(
-                f"{field} has {length} tokens: its first chunk needs {first} blocks, and kv_watermark="
-                f"{config.kv_watermark} keeps {config.watermark_blocks} free, but num_blocks is {config.num_blocks}"
-            )
-        return token_ids, params, min(params.max_tokens, limit - length)
+        return check_prompt(prompt, params, self.runner, self.config, self.max_model_len, field)
 
     def _add(self, validated, request_id: str | None, priority: int = 0, cache_salt: str | None = None) -> str:
         token_ids, params, max_new_tokens = validated
@@ -195,6 +109,8 @@ class Engine:
             raise TypeError(f"cache_salt must be a string or None, got {cache_salt!r}")
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
+        if request_id == "":
+            raise ValueError("request_id='' is not allowed: an id must have at least 1 character")
         with self._exclusive():
             if request_id is None:
                 number = self._num_added
@@ -213,12 +129,7 @@ class Engine:
                 sequence.detokenizer = TextStream(self.runner.tokenizer, params.stop)
             self._num_added += 1
             self._sequences[request_id] = sequence
-            if self._record_trace:
-                sequence.trace_name = self.trace.unique_name(request_id)
-                self.trace.requests[sequence.trace_name] = RequestRecord(
-                    sequence.trace_name, request_id, len(token_ids), max_new_tokens,
-                    sequence.arrival_time, sequence.arrival_step, priority,
-                )  # fmt: skip
+            self._recorder.request_added(sequence)
             self.scheduler.add(sequence)
         return request_id
 
@@ -293,10 +204,9 @@ class Engine:
                 return
             self._stepping = True
             try:
-                record = self._record
-                record.index, record.start = self.scheduler.step, self.runner.now()
+                self._recorder.step_begins(self.scheduler.step, self.runner.now())
                 scheduled = self.scheduler.schedule()
-                self._note_blocks(record)
+                self._recorder.blocks_taken(self.block_manager)
             except BaseException:
                 self._give_up_step()
                 raise
@@ -311,8 +221,7 @@ class Engine:
                 outputs = self._apply_cancels()
                 self.scheduler.commit(scheduled)
                 outputs += self._take_samples(scheduled, samples)
-                record.end = self.runner.now()
-                self._write_record(record, scheduled, outputs)
+                self._recorder.step_ended(scheduled, self.scheduler.drain_preempted(), outputs, self.runner.now())
                 self._outbox.extend(outputs)
                 self._stepping = False
             except BaseException:
@@ -378,7 +287,7 @@ class Engine:
                 elif len(sequence.generated_token_ids) >= sequence.max_new_tokens:
                     reason = "length"
             if reason is None:
-                outputs.append(self._output(sequence, [token_id], new_text))
+                outputs.append(RequestOutput.of(sequence, [token_id], new_text))
             else:
                 outputs.append(self._finish(sequence, reason, [token_id], new_text, error))
         return outputs
@@ -394,29 +303,8 @@ class Engine:
         self.scheduler.finish(sequence, reason)
         sequence.finish_time = self.runner.now()
         self._to_cancel.discard(sequence.request_id)
-        self._end_wait(sequence)
-        if self._record_trace:
-            self._record.finished[sequence.trace_name] = reason
-            request = self.trace.requests[sequence.trace_name]
-            request.finish_reason, request.finish_time = reason, sequence.finish_time
-            request.finish_step = self._record.index if self._stepping else self.scheduler.step
-        return self._output(sequence, list(new_token_ids), new_text, error)
-
-    def _end_wait(self, sequence: Sequence) -> None:
-        """An ended request waits no longer: forget its reason, and say so in the next record."""
-        if self._reasons.pop(sequence.request_id, None) is not None:
-            self._record.reasons[sequence.trace_name] = None
-
-    def _output(self, sequence: Sequence, new_token_ids: list[int], new_text: str, error=None) -> RequestOutput:
-        return RequestOutput(
-            sequence.request_id, new_token_ids, new_text,
-            sequence.detokenizer.text if sequence.detokenizer is not None else "",
-            sequence.status is FINISHED, sequence.finish_reason, sequence.prefix_hit_tokens,
-            sequence.arrival_time, sequence.first_token_time, sequence.finish_time, error,
-            sequence.generated_token_ids,
-            None if sequence.params.logprobs is None else sequence.logprobs,
-            len(sequence.generated_token_ids),
-        )  # fmt: skip
+        self._recorder.request_ended(sequence)
+        return RequestOutput.of(sequence, list(new_token_ids), new_text, error)
 
     def _apply_cancels(self) -> list[RequestOutput]:
         """End the requests whose cancelling was asked for."""
@@ -438,41 +326,12 @@ class Engine:
                     del self._sequences[output.request_id]
             return delivered
 
-    def _note_blocks(self, record: StepRecord) -> None:
-        """The pool as it is while the forward pass runs, and who took or gave back blocks since last time."""
-        blocks = self.block_manager
-        record.blocks_used, record.blocks_free, record.blocks_cached = blocks.num_used, blocks.num_free, blocks.num_cached
-        record.owners += blocks.drain_changes()
-
-    def _write_record(self, record: StepRecord, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> None:
-        """Complete the step's record and put it into the trace; a new one begins."""
-        self._record = StepRecord()
-        before, self._reasons = self._reasons, scheduled.reasons
-        preempted = self.scheduler.drain_preempted()
-        if self._record_trace:
-            if before != self._reasons:
-                known, names = self._sequences, record.reasons
-                names |= {known[i].trace_name: None for i in before if i not in self._reasons}
-                names |= {known[i].trace_name: reason for i, reason in self._reasons.items() if before.get(i) != reason}
-            record.chunks = [ChunkRecord(chunk[0].trace_name, *chunk[1:]) for chunk in scheduled.chunks]
-            record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
-            record.preempted = [sequence.trace_name for sequence in preempted]
-            for sequence in scheduled.admitted:
-                self.trace.requests[sequence.trace_name].prefix_hit_tokens = sequence.prefix_hit_tokens
-            for output in outputs:
-                name = self._sequences[output.request_id].trace_name
-                if output.new_token_ids:
-                    record.tokens[name] = output.new_token_ids[-1]
-            self.trace.steps.append(record)
-        for output in outputs:
-            if output.finished:
-                self._end_wait(self._sequences[output.request_id])
-
     # ---- whole requests -------------------------------------------------------------------------
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request) -> Stream:
         """Add a request now, and iterate over its outputs. Closing the iterator cancels the request.
 
+        Asking for the next output is what steps the engine, so one thread at a time may iterate.
         Outputs of other requests that are computed meanwhile are kept for the next `step()`.
         Takes the keywords of `add_request`.
         """
@@ -522,6 +381,11 @@ class Engine:
         """True until the last terminal output was delivered."""
         return bool(self._sequences)
 
+    @property
+    def trace(self) -> Trace:
+        """What happened so far, step by step."""
+        return self._recorder.trace
+
     def metrics(self) -> metrics_module.Metrics:
         """The metrics of everything in the trace."""
         return metrics_module.metrics(self.trace)
@@ -529,79 +393,12 @@ class Engine:
     def snapshot(self) -> dict[str, RequestState]:
         """The state of every unfinished request, by id."""
         with self._exclusive():
-            return {
-                s.request_id: RequestState(
-                    s.status.name, len(s.prompt_token_ids), s.prefilled_token_count, s.cached_token_count,
-                    len(s.generated_token_ids), list(s.block_table), s.num_preemptions, self._reasons.get(s.request_id),
-                )
-                for s in sorted(self.scheduler.unfinished(), key=lambda s: s.arrival)
-            }  # fmt: skip
+            live = sorted(self.scheduler.unfinished(), key=lambda s: s.arrival)
+            return {s.request_id: RequestState.of(s, self._recorder.reasons.get(s.request_id)) for s in live}
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the books are right. Between steps; used by tests and notebooks."""
-        scheduler, live = self.scheduler, self.scheduler.unfinished()
-        self.block_manager.check(live)
-        for queue, status in ((scheduler.waiting, WAITING), (scheduler.prefilling, PREFILLING), (scheduler.running, RUNNING)):
-            for s in queue:
-                assert s.status is status, f"{s} is in the queue of {status.name}"
-                assert self._sequences.get(s.request_id) is s, f"{s} is scheduled, but the engine doesn't know it"
-                assert len(s.generated_token_ids) < s.max_new_tokens, f"{s} has all its tokens and goes on"
-                if status is WAITING:
-                    assert s.cached_token_count == 0 and not s.block_table, f"{s} waits and holds K/V"
-                elif status is PREFILLING:
-                    assert 0 < s.cached_token_count < s.known_token_count, f"{s} is half-filled with nothing or all"
-                else:
-                    assert s.remaining_token_count == 1 and s.generated_token_ids, f"{s} runs without one token to compute"
-        assert len({id(s) for s in live}) == len(live), "a sequence is in two queues"
-        unfinished = {i for i, s in self._sequences.items() if s.status is not FINISHED}
-        assert unfinished == {s.request_id for s in live}, "a request was lost"
-        kept = {output.request_id for output in self._outbox if output.finished}
-        assert kept == self._sequences.keys() - unfinished, "an end was lost before it was delivered"
-        in_flight = len(scheduler.prefilling) + len(scheduler.running)
-        assert in_flight <= self.config.max_num_seqs, f"{in_flight} sequences in flight"
-        if self.trace.steps:
-            tokens = sum(chunk.num_tokens for chunk in self.trace.steps[-1].chunks)
-            assert tokens <= self.config.max_num_batched_tokens, f"a step of {tokens} tokens"
-
-
-class Stream:
-    """Iterates over one request's outputs, stepping the engine as needed; see `Engine.stream`."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self.request_id = request_id
-        self._engine = engine
-        self._sequence = engine._sequences[request_id]
-        self._closed = False
-
-    @property
-    def _is_open(self) -> bool:
-        """The end hasn't been delivered. (The id alone doesn't tell: a later request may have it.)"""
-        return not self._closed and self._engine._sequences.get(self.request_id) is self._sequence
-
-    def __iter__(self) -> Iterator[RequestOutput]:
-        return self
-
-    def __next__(self) -> RequestOutput:
-        while self._is_open:
-            outputs = self._engine._outputs_for({self.request_id}, at_most=1)
-            if outputs:
-                return outputs[0]
-        raise StopIteration
-
-    def close(self) -> None:
-        """Stop listening; cancels the request if it hasn't ended."""
-        if self._is_open:
-            self._closed = True
-            self._engine.cancel(self.request_id)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
+        invariants.check(self)
 
 
 class _NoBar:

@@ -11,7 +11,7 @@ calls ITL "time between tokens".)
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from .trace import Trace
 
@@ -59,7 +59,7 @@ class RequestMetrics:
 class Metrics:
     """A run in numbers. kv_use is the used part of the pool (0 … 1) per step, weighted by its time."""
 
-    requests: dict[str, RequestMetrics]
+    requests: dict[str, RequestMetrics] = field(repr=False)
     ttft: Summary
     itl: Summary
     tpot: Summary

@@ -1421,8 +1421,8 @@ def test_on_step_sees_what_is_about_to_be_computed():
 
 # In the order in which a request flows through them: a module may import only from those before it.
 ORDER = [
-    "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "batch", "model",
-    "runners", "trace", "metrics", "engine", "workloads", "lab", "checks", "__init__", "demo", "doctor", "bench",
+    "validation", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "batch",
+    "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants", "engine", "workloads", "lab", "checks", "__init__", "demo", "doctor", "bench",
     "simulate", "__main__",
 ]  # fmt: skip
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
@@ -1523,3 +1523,23 @@ def test_the_engine_runs_where_nothing_else_is_installed():
         print(any("site-packages" in (getattr(m, "__file__", None) or "") for m in sys.modules.values()))
     """
     assert python("-I", "-S", "-c", code).strip() == "False"  # -S: no site-packages
+
+
+def test_an_empty_request_id_is_refused():
+    engine = Engine(FakeRunner())
+    with pytest.raises(ValueError, match="request_id=''"):
+        engine.add_request([1], request_id="")
+    assert not engine.has_unfinished_requests()
+
+
+def test_the_oracle_gives_log_probabilities_when_asked():
+    engine = Engine(FakeRunner())
+    asked, plain = engine.generate([[1, 2]] * 2, [SamplingParams(max_tokens=3, logprobs=0), limit(3)])
+    assert asked.logprobs == [{token: 0.0} for token in asked.token_ids]
+    assert plain.logprobs is None
+
+
+def test_metrics_show_themselves_in_a_few_lines():
+    engine = Engine(FakeRunner())
+    engine.generate([[1, 2, 3]] * 50, limit(50))
+    assert len(repr(engine.metrics())) < 1500

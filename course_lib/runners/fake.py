@@ -74,7 +74,9 @@ class FakeRunner:
                 seen = memory[table[before // size] * size + before % size] if position else 0
                 memory[batch.slot_mapping[row]] = _store(seen, batch.token_ids[row], position)
             if row in rows_to_sample:
-                samples.append(Sample(self._next_token(self._read(table, batch.context_lens[s], size))))
+                token_id = self._next_token(self._read(table, batch.context_lens[s], size))
+                asked = batch.sequences[s].params.logprobs is not None
+                samples.append(Sample(token_id, {token_id: 0.0} if asked else None))  # it is certain of its token
         return samples
 
     def now(self) -> float:
