@@ -8,6 +8,7 @@
 
     TraceView(engine.trace)          to play and to look into
     lab()                            the scheduler lab
+    live(engine, prompts)            an engine while it runs
 
 The pictures need the standard library alone, so that they run in a browser as well; the views need anywidget.
 """
@@ -21,7 +22,7 @@ from .timeline_text import timeline_text
 
 __all__ = [
     "Lab", "Picture", "TraceView", "alt_text", "block_map", "block_map_alt", "block_map_text", "budget", "budget_alt", "budget_text",
-    "compare", "lab", "show", "timeline", "timeline_text",
+    "compare", "lab", "live", "show", "timeline", "timeline_text",
 ]  # fmt: skip
 
 
@@ -31,6 +32,10 @@ def __getattr__(name: str):
         from .view import TraceView
 
         return TraceView
+    if name == "live":
+        from .live_run import live
+
+        return live
     if name in ("lab", "Lab"):
         from . import scheduler_lab
 

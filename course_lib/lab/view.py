@@ -1,4 +1,4 @@
-"""The interactive views in a notebook: `TraceView(trace)`, and `LabView`, which `lab()` makes.
+"""The interactive views in a notebook: `TraceView(trace)`; `LabView` and `LiveView`, which `lab()` and `live()` make.
 
 What they show is view.js; this file hands it frames (see frame.py) and takes its messages. Where
 anywidget can't be imported, they are made of ipywidgets: the same pictures, drawn by Python for each step.
@@ -81,6 +81,17 @@ if anywidget is not None:
             else:
                 self.show_frame(answer)
 
+    class LiveView(FrameView):
+        """Shows a `LiveRun`, and passes on what its buttons ask for. (Printing or raising there would be seen by nobody.)"""
+
+        def __init__(self, run) -> None:
+            self.run = run
+            super().__init__(run.frame())
+
+        def on_message(self, message: dict) -> None:
+            if message.get("kind") == "cancel" and self.run.cancel(message["request"], message["run"]):
+                self.send({"kind": "cancelled", "request": message["request"]})
+
 else:
     import ipywidgets
 
@@ -143,6 +154,32 @@ else:
 
         def __repr__(self) -> str:
             return f"LabView({self._summary})"
+
+    class LiveView(ipywidgets.VBox):
+        """The timeline of a `LiveRun`, the texts, and a button to cancel each request."""
+
+        def __init__(self, run) -> None:
+            self.run = run
+            self._picture, self._rows = ipywidgets.HTML(), {}
+            data = run.frame()
+            for request in data["texts"]:
+                name = request["id"]
+                button = ipywidgets.Button(description=f"Cancel {name}")
+                button.on_click(lambda _, name=name: run.cancel(name, run.number))
+                self._rows[name] = (ipywidgets.HTML(), button)
+            self.show_frame(data)
+            super().__init__([self._picture, *(ipywidgets.HBox(row[::-1]) for row in self._rows.values())])
+
+        def show_frame(self, data: dict) -> None:
+            self._summary = data["summary"]
+            self._picture.value = show(data["svg"], data["alt"])._repr_mimebundle_()["text/html"]
+            for request in data["texts"]:
+                text, button = self._rows[request["id"]]
+                text.value = f"<b>{escape(request['id'])}</b> ({request['state']}): {escape(request['text'])}"
+                button.disabled = not request["can_cancel"]
+
+        def __repr__(self) -> str:
+            return f"LiveView({self._summary})"
 
 
 def check_traces(traces: tuple) -> None:
