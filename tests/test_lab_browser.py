@@ -313,7 +313,8 @@ DRAG = """async ([values, pause]) => {
     changed = 0;
     input.value = value;
     input.dispatchEvent(new Event('input'));
-    if (!pause) { while (!changed && performance.now() - start < 5000) await new Promise((r) => setTimeout(r, 1)); times.push(changed - start); }
+    if (!pause) { while (!changed && performance.now() - start < 5000) await new Promise((r) => setTimeout(r, 1)); times.push(changed - start);
+      for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame); }
     else await new Promise((r) => setTimeout(r, pause));
   }
   const end = performance.now();

@@ -20,10 +20,10 @@ from ..trace import Trace
 from ..workloads import Piece, Request, simulate
 from .budget import budget
 from .frame import frame
-from .story import read, seconds
+from .story import seconds
 from .timeline import compare, timeline
 
-CONTEXT, OUTPUT = 16, 80  # tokens of each stream: prompt and answer
+CONTEXT, OUTPUT = 1, 80  # tokens of each stream: so short a prompt that all decode from the second step on, and answer
 LONG_OUTPUT = 16
 SHORT_PROMPT, SHORT_OUTPUT = 128, 16  # of each newcomer
 ROWS = 260  # pixels for the rows of a picture: controls, numbers and picture fit on a projector
@@ -156,12 +156,12 @@ PRESETS = (
      {"running": 128, "chunk": 4096, "budget": 8192}),
     ("too_small", "chunk too small", "Each step costs the reading of all weights: tiny chunks pay it over and over, and the long one waits.",
      {"running": 128, "chunk": 64}),
-    ("decode_cap", "the decode cap", "A budget that decode alone can fill: half of it is kept for prefill while a prompt waits.",
-     {"running": 128, "prompt": 2048, "budget": 128, "chunk": 128, "decode_share": 0.5}),
+    ("decode_cap", "the decode cap", "A budget that decode nearly fills: with a cap of a quarter, the streams take turns while the prompt waits.",
+     {"running": 96, "prompt": 4096, "budget": 128, "chunk": 128, "decode_share": 0.25}),
     ("starvation", "waiting first", "Who admits newcomers before it goes on with what was begun lets the half-filled prompt starve.",
      {"running": 16, "newcomers": 64, "budget": 128, "chunk": 128, "policy": "waiting_first", "prompt": 2048}),
     ("pressure", "KV pressure", "The pool is too small for all: the newest are preempted, and compute everything again.",
-     {"running": 96, "num_blocks": 512, "prompt": 2048, "chunk": 512}),
+     {"running": 96, "num_blocks": 384, "prompt": 2048, "chunk": 512}),
     ("prefix", "prefix hit", "What the prefix cache has is not computed again: the long prompt comes in a few chunks.",
      {"running": 64, "known": 6144}),
     ("fair", "fair share", "The budget is split among all that wait: short prompts aren't stuck behind the long one.",
@@ -285,20 +285,23 @@ class Lab:
 
 
 def measures(trace: Trace) -> dict[str, str]:
-    """What the lab is about, in words: the stall of the streams, and what the long prompt pays for less of it."""
+    """What the lab is about, in words: the stall of the streams, and what the long prompt pays for less of it.
+
+    Stall and ITL (inter-token latency) are of all but the long prompt; newcomers' TTFT is their mean.
+    """
     requests = of_requests(trace)
     others = [request for name, request in requests.items() if name != "long"]
     gaps = [gap for request in others for gap in request.itl]
-    story = read(trace)
+    duration = trace.steps[-1].end - min(request.arrival_time for request in trace.requests.values())
     output = sum(len(step.tokens) for step in trace.steps)
     long = requests["long"].ttft
     late = [request.ttft for name, request in requests.items() if name.startswith("new") and request.ttft is not None]
     return {
-        "longest stall of the others": seconds(max(gaps)) if gaps else "–",
-        "their P99 ITL": seconds(percentile(gaps, 99)) if gaps else "–",
-        "TTFT of the long one": seconds(long) if long is not None else "–",
-        "mean TTFT of newcomers": seconds(sum(late) / len(late)) if late else "–",
-        "output tokens/s": f"{output / story.duration:.0f}" if story.duration else "–",
+        "longest stall": seconds(max(gaps)) if gaps else "–",
+        "P99 ITL": seconds(percentile(gaps, 99)) if gaps else "–",
+        "TTFT of long": seconds(long) if long is not None else "–",
+        "TTFT of newcomers": seconds(sum(late) / len(late)) if late else "–",
+        "tokens/s": f"{output / duration:.0f}",
         "preemptions": str(sum(len(step.preempted) for step in trace.steps)),
     }
 

@@ -247,10 +247,18 @@ def _union(runs) -> list[Run]:
     return union
 
 
-def grouped(lives: list[Life], most: int) -> list[Life]:
-    """At most `most` rows: neighbours in arrival share one when there are more."""
-    size = -(-len(lives) // most)
-    return lives if size <= 1 else [merged(lives[i : i + size]) for i in range(0, len(lives), size)]
+def grouped(story: Story, most: int) -> list[Life]:
+    """About `most` rows: neighbours in arrival share one when there are more. Prompts that stand out keep their own."""
+    size = -(-len(story.lives) // most)
+    if size <= 1:
+        return story.lives
+    rows: list[list[Life]] = []
+    for life in story.lives:
+        is_long = life.prompt_tokens > story.long_prompt
+        if not rows or is_long or len(rows[-1]) == size or rows[-1][0].prompt_tokens > story.long_prompt:
+            rows.append([])
+        rows[-1].append(life)
+    return [merged(row) for row in rows]
 
 
 # ---- in words -------------------------------------------------------------------------------------

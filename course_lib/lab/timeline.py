@@ -72,7 +72,7 @@ class _Panel:
 
 def _layout(stories: list[Story], titles: list[str], by: str, width: int, room: int) -> list[_Panel]:
     """The panels, one above the other, on one common axis."""
-    lives = [grouped(story.lives, room // LOW) for story in stories]
+    lives = [grouped(story, room // LOW) for story in stories]
     labels = [life.label for panel in lives for life in panel]
     left = PAD + min(max((text_width(label) for label in [*labels, by]), default=0), 130) + 10
     has_table = width >= 640 and all(len(story.lives) * (READABLE + 3) <= room for story in stories)

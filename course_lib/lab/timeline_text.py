@@ -157,7 +157,7 @@ def timeline_text(trace: Trace, *, by: str = "time", width: int = 100, color: bo
     max_rows rows at most; with more requests, neighbours share one
     """
     story = read(trace, labels)
-    lives = grouped(story.lives, max_rows)
+    lives = grouped(story, max_rows)
     margin = min(16, max([len(life.label) for life in lives] + [len("budget")]))
     columns = _Columns(story, by, max(10, width - margin - 3 - 2 * NUMBERS))
     rows = [_row(life, columns, unicode) for life in lives]

@@ -10,31 +10,33 @@ const CSS = `
 .lmv{font:13px/1.4 system-ui,sans-serif;color:#333;color:light-dark(#333,#ddd);background:#fff;background:light-dark(#fff,#111);
   max-width:1200px;padding:4px 0}
 .lmv *{box-sizing:border-box}
-.lmv-bar,.lmv-controls,.lmv-actions,.lmv-presets{display:flex;flex-wrap:wrap;gap:6px 10px;align-items:center;margin:6px 8px}
-.lmv-controls{display:grid;grid-template-columns:repeat(auto-fill,minmax(225px,1fr));gap:4px 18px}
+.lmv-bar,.lmv-controls,.lmv-actions,.lmv-presets{display:flex;flex-wrap:wrap;gap:5px 8px;align-items:center;margin:5px 8px}
+.lmv-controls{display:grid;grid-template-columns:repeat(auto-fill,minmax(185px,1fr));gap:2px 18px}
 .lmv-control{display:grid;grid-template-columns:1fr auto;column-gap:6px;align-items:center;min-width:0}
 .lmv-control input,.lmv-control select{grid-column:1/3;width:100%;margin:0;min-height:22px}
 .lmv-control output{font-variant-numeric:tabular-nums;font-weight:600}
 .lmv button,.lmv select,.lmv textarea{font:inherit;color:inherit;background:#f4f4f4;background:light-dark(#f4f4f4,#262626);
-  border:1px solid #767676;border-radius:4px;padding:2px 9px;min-height:26px}
+  border:1px solid #767676;border-radius:4px;padding:1px 7px;min-height:26px}
 .lmv button:hover:enabled{background:#e4e4e4;background:light-dark(#e4e4e4,#3a3a3a)}
 .lmv button:disabled{opacity:.55}
 .lmv button[aria-pressed=true]{border-color:#0072b2;border-color:light-dark(#0072b2,#3d9bd6);border-width:2px;font-weight:600}
 .lmv input[type=range]{accent-color:#0072b2;accent-color:light-dark(#0072b2,#3d9bd6)}
 .lmv :focus-visible{outline:3px solid #0072b2;outline:3px solid light-dark(#0072b2,#7cc4f2);outline-offset:1px}
 .lmv-step{flex:1 1 220px;min-width:120px}
-.lmv-picture{position:relative;cursor:crosshair;max-width:100%}
+.lmv-picture{cursor:crosshair;max-width:100%;overflow-x:auto}
+.lmv-sheet{position:relative;min-width:620px}
 .lmv-picture svg{display:block;width:100%;height:auto}
 .lmv-picture .lmv-over{position:absolute;inset:0;pointer-events:none}
 .lmv-band{fill:#333;fill:light-dark(#333,#fff);opacity:.17}
 .lmv-row{fill:none;stroke:#333;stroke:light-dark(#333,#fff);stroke-width:2}
-.lmv-own{fill:none;stroke:#111;stroke:light-dark(#111,#fff);stroke-width:2}
+.lmv-own{fill:none;stroke:#111;stroke:light-dark(#111,#fff)}
 .lmv-story{margin:2px 8px 6px;min-height:2.8em}
 .lmv-status{font-variant-numeric:tabular-nums}
 .lmv-note{color:#9c3f77;color:light-dark(#9c3f77,#e39ac4);font-weight:600}
 .lmv-hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 .lmv table{border-collapse:collapse;margin:6px 8px;font-variant-numeric:tabular-nums;font-size:13px}
 .lmv th,.lmv td{padding:1px 22px 1px 0;text-align:right;font-weight:400;background:none;border:0;color:inherit}
+.lmv th,.lmv td{white-space:nowrap}
 .lmv th:first-child{text-align:left}
 .lmv td{font-weight:600}
 .lmv textarea{width:calc(100% - 16px);margin:6px 8px;height:13em;font:12px/1.4 ui-monospace,monospace}
@@ -230,8 +232,8 @@ class View {
     this.runs = frame.panels.map((panel) => new Run(panel));
     this.panel = Math.min(this.panel, this.runs.length - 1);
     if (this.panel < this.runs.length - 1 && frame.newest) this.panel = this.runs.length - 1;
-    this.picture.innerHTML = frame.svg
-      + `<svg class="lmv-over" viewBox="0 0 ${frame.width} ${frame.height}" aria-hidden="true"><path class="lmv-band"/><path class="lmv-row"/></svg>`;
+    this.picture.innerHTML = `<div class="lmv-sheet">${frame.svg}`
+      + `<svg class="lmv-over" viewBox="0 0 ${frame.width} ${frame.height}" aria-hidden="true"><path class="lmv-band"/><path class="lmv-row"/></svg></div>`;
     this.picture.querySelector("svg").setAttribute("aria-hidden", "true"); // the picture's own name says it
     [this.band, this.row] = this.picture.querySelectorAll(".lmv-over path");
     this.request = Math.min(this.request, this.run.requests.length - 1);
@@ -247,7 +249,7 @@ class View {
   go(step, quiet = false) {
     const last = this.run.steps - 1;
     this.step = Math.max(0, Math.min(step, last));
-    this.follow = this.step === last;
+    this.follow = this.step >= last;
     this.slider.max = Math.max(0, last);
     this.slider.value = this.step;
     if (last < 0) { this.story.textContent = "No step has run yet."; return; }
@@ -280,7 +282,7 @@ class View {
 
   // (panel, step, request) under the pointer.
   under(event) {
-    const frame = this.picture.getBoundingClientRect();
+    const frame = this.picture.firstChild.getBoundingClientRect();
     const x = ((event.clientX - frame.left) / frame.width) * this.frame.width;
     const y = ((event.clientY - frame.top) / frame.height) * this.frame.height;
     const panel = Math.max(0, this.runs.findLastIndex((run) => y >= run.top - 30));
@@ -389,6 +391,7 @@ class View {
       this.paths[kind] = svgPath(group, `lm-${kind}${kind === "kept" || kind === "shared" ? "" : " lm-c"}`);
     }
     this.outline = svgPath(group, "lmv-own");
+    this.outline.setAttribute("stroke-width", pitch < 14 ? 1 : 2);
     let lineWork = "";
     for (let row = 0; row < lines; row++) lineWork += box(MAP_LEFT, 26 + (row + 1) * pitch - 1, Math.min(columns, cells - row * columns) * pitch, 1);
     for (let column = 1; column <= columns; column++) lineWork += box(MAP_LEFT + column * pitch - 1, 26, 1, lines * pitch);
@@ -467,7 +470,6 @@ class View {
     this.controls = new Map();
     if (frame.presets) {
       const row = make(this.form, "div", { class: "lmv-presets", role: "group", "aria-label": "Presets" });
-      make(row, "span", { text: "Show me:" });
       for (const { key, label, idea } of frame.presets) {
         const button = make(row, "button", { type: "button", text: label, title: idea, "aria-pressed": "false" });
         button.addEventListener("click", () => this.ask({ kind: "preset", key }));

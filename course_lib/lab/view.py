@@ -127,12 +127,14 @@ else:
         def __init__(self, lab) -> None:
             self.lab = lab
             self._numbers, self._picture = ipywidgets.HTML(), ipywidgets.HTML()
-            self._controls = {}
+            self._controls, self._values = {}, {}
             for control in lab.setup()["controls"]:
-                options = [(words, value) for value, words in control["values"]]
+                values = [value for value, _ in control["values"]]
+                options = [(words, place) for place, (_, words) in enumerate(control["values"])]
                 choose = ipywidgets.SelectionSlider if len(options) > 5 else ipywidgets.Dropdown
-                widget = choose(options=options, description=control["label"], value=getattr(lab.settings, control["key"]),
-                                style={"description_width": "initial"})  # fmt: skip
+                widget = choose(options=options, description=control["label"], style={"description_width": "initial"},
+                                value=values.index(getattr(lab.settings, control["key"])))  # fmt: skip
+                self._values[control["key"]] = values
                 widget.observe(self._change, "value")
                 self._controls[control["key"]] = widget
             self._show(lab.frame())
@@ -141,7 +143,7 @@ else:
             super().__init__([*rows, self._numbers, self._picture])
 
         def _change(self, change) -> None:
-            self._show(self.lab.change({key: widget.value for key, widget in self._controls.items()}))
+            self._show(self.lab.change({key: self._values[key][widget.value] for key, widget in self._controls.items()}))
 
         def _show(self, data: dict) -> None:
             if "error" in data:
