@@ -1,4 +1,4 @@
-"""python -m course_lib demo | bench | doctor | fetch"""
+"""python -m course_lib demo | simulate | bench | doctor | fetch"""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def positive(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    from .simulate import add_arguments
+
     parser = argparse.ArgumentParser(prog="python -m course_lib", description="A small LLM serving engine to learn from.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="four chats stream, a long document arrives: with and without chunked prefill")
@@ -25,12 +27,18 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--repeat", type=positive, default=1, help="how often to measure each setting, in turns (default 1)")
     demo.add_argument("--json", metavar="FILE", help="also write the measurements of every run as JSON")
     demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
+    simulation = commands.add_parser("simulate", help="the stall on a chip that you don't have: virtual time, no model, no torch")
+    add_arguments(simulation, positive)
     commands.add_parser("bench", help="what a step costs beside the model: schedule, build the batch, commit")
     commands.add_parser("doctor", help="what is installed, what will be used, what to do about anything missing")
     commands.add_parser("fetch", help="get the small model and convert it, once")
     args = parser.parse_args(argv)
     if args.command == "demo":
         from .demo import main as command
+
+        return command(args)
+    if args.command == "simulate":
+        from .simulate import main as command
 
         return command(args)
     if args.command == "bench":

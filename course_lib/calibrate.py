@@ -5,10 +5,10 @@
     simulate(config, requests, model="smollm2-135m", chip="laptop", cost=cost)
 
 A roofline doesn't fit a CPU well: reading weights and computing hardly overlap, and a matrix product of one to
-eight rows runs at a fraction of the rate of a large one. So the fitted model is a sum, linear in what is counted:
+four rows runs at a fraction of the rate of a large one. So the fitted model is a sum, linear in what is counted:
 
     seconds = per_step
-            + per_row     × min(tokens, 8)     the first rows of a step, computed at a poor rate
+            + per_row     × min(tokens, 4)     the first rows of a step, computed at a poor rate
             + per_token   × tokens             every row
             + per_pair    × (query, key) pairs of attention
             + per_context × tokens of K/V read
@@ -21,13 +21,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from .config import EngineConfig, SamplingParams, check_number
+from .config import EngineConfig, SamplingParams
 from .cost_model import StepWork, work_of
 from .engine import Engine
 from .metrics import percentile
 from .trace import Trace
+from .validation import check_number
 
-FEW_ROWS = 8  # matrix products of up to so many rows run at a poor rate on a CPU
+FEW_ROWS = 4  # matrix products of so few rows run at a poor rate on a CPU
 MIN_STEPS = 20  # to fit five numbers, half of the steps held out
 
 Observation = tuple[StepWork, float]  # what a step computed, and the seconds that it took
@@ -164,8 +165,8 @@ def calibrate(runner, *, seconds: float = 10.0, seed: int = 0) -> FittedCost:
     _round(runner, rng, 32, 1, min(64, longest))  # the first steps of a process are slow: not counted
     while not measured or runner.now() - begin < seconds:
         for chunk in (32, 64, 128, 256, None):
-            for streams in (0, 2, 6):
-                measured += _round(runner, rng, chunk, streams, rng.randrange(longest // 2, longest))
+            for streams in (0, 1, 6):
+                measured += _round(runner, rng, chunk, streams, rng.randrange(longest // 4, longest))
     return fit(measured)
 
 

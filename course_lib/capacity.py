@@ -15,9 +15,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from .config import check_number
 from .metrics import of_requests, percentile
 from .trace import Trace
+from .validation import check_number
 from .workloads import Request, at_rate
 
 

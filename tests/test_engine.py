@@ -1421,9 +1421,9 @@ def test_on_step_sees_what_is_about_to_be_computed():
 
 # In the order in which a request flows through them: a module may import only from those before it.
 ORDER = [
-    "validation", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "batch",
-    "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants", "engine", "workloads", "lab", "checks", "__init__", "demo", "doctor", "bench",
-    "simulate", "__main__",
+    "validation", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast", "batch",
+    "hardware", "cost_model", "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants", "engine",
+    "calibrate", "workloads", "capacity", "lab", "checks", "__init__", "demo", "doctor", "bench", "simulate", "__main__",
 ]  # fmt: skip
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
 SHOWN_WITH = {"ipywidgets", "matplotlib", "IPython", "anywidget", "tqdm"}
