@@ -271,7 +271,7 @@ class Lab:
         different = [(key, label, values) for key, label, values, _ in CONTROLS if a[key] != b[key]]
 
         def words(name: str, settings: dict) -> str:
-            parts = [f"{label} {dict((v, w) for v, w in values).get(settings[key], settings[key])}" for key, label, values in different]
+            parts = [f"{label} {dict(values).get(settings[key], settings[key])}" for key, label, values in different]
             return f"{name}: {', '.join(parts)}" if parts else name
 
         return words("A", a), words("B", b)
