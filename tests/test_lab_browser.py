@@ -205,6 +205,10 @@ def test_the_trace_view_is_used_with_the_keyboard_alone(opened):
         picture.press(key)
     assert notebook.num_cells() == before
     assert page.evaluate(f"{CELLS}[0].model.type") == "code"
+    dirty = "window.jupyterapp.shell.currentWidget.context.model.dirty"
+    page.evaluate(f"{dirty} = true")
+    slider.press("Control+s")
+    page.wait_for_function(f"!{dirty}")
     picture.press("Escape")
     assert page.evaluate("document.activeElement.classList.contains('jp-Cell')"), "Escape leaves the view"
 

@@ -9,7 +9,7 @@ from test_timeline import SVG, Recorder, crowd, empty, everything, no_time, stal
 
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.lab import (
-    block_map, block_map_alt, block_map_text, budget, budget_alt, budget_text, compare, timeline,
+    block_map, block_map_alt, block_map_text, budget, budget_alt, budget_text, compare, compare_alt, timeline,
 )  # fmt: skip
 from course_lib.lab.block_map import read_pool
 from course_lib.lab.svg import OWNERS, STYLE, hatch
@@ -259,6 +259,12 @@ def test_texts_and_marks_have_contrast(theme):
         assert contrast(STYLE[kind][theme], page) >= 3, kind  # WCAG: graphical objects
     for kind in ("prefill", "part", *(f"own{n}" for n in range(len(OWNERS)))):
         assert contrast(STYLE["on"][theme], STYLE[kind][theme]) >= 4.5, kind
+
+
+def test_a_comparison_says_both_runs_to_the_ear():
+    words = compare_alt(stall(), stall(460), titles=("whole", "chunks"))
+    assert words.startswith("whole: Timeline of 4 requests") and "chunks: Timeline of 4 requests" in words
+    assert f"<desc>{words}</desc>" in compare(stall(), stall(460), titles=("whole", "chunks"))
 
 
 def test_the_picture_of_a_simulated_run_is_that_of_a_real_one(pressure):

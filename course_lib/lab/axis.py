@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 
 from .story import Run, Story, round_steps, round_times
 from .svg import PAD, Svg, box, text_width
@@ -58,10 +58,6 @@ class Axis:
         length = ends[place] - starts[place]
         return self._at(place + (min(1.0, (t - starts[place]) / length) if length else 1))
 
-    def token(self, place: int) -> int:
-        """Where the tokens of a step arrive."""
-        return self.ends[place]
-
     def ticks(self) -> list[tuple[int, str]]:
         """(pixel, label) at round times, or at round step numbers."""
         room = (self.right - self.left) // 72
@@ -103,10 +99,6 @@ class Axis:
                 first = place
             pieces.append((marks[first][0], marks[last][1]))
         return joined(pieces, join)
-
-    def place_at(self, x: int) -> int:
-        """The step at a pixel."""
-        return min(bisect_left(self.ends, x), len(self.ends) - 1)
 
 
 def joined(intervals, join: int) -> list[tuple[int, int]]:

@@ -385,5 +385,10 @@ def compare(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), by: str
     return draw(stories, list(titles), by=by, width=width, title=title or "", desc=describe_two(stories, titles)).svg
 
 
+def compare_alt(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), labels: dict[str, str] | None = None) -> str:
+    """What `compare` shows, in words."""
+    return describe_two([read(a, labels), read(b, labels)], titles)
+
+
 def describe_two(stories: list[Story], titles) -> str:
     return " ".join(f"{name}: {describe(story)}" for name, story in zip(titles, stories, strict=True))

@@ -222,7 +222,7 @@ class View {
     if (frame.readouts) this.showReadouts(frame.readouts);
     if (frame.texts) this.showTexts(frame);
     if (frame.panels) this.showPanels(frame);
-    if ("seq" in frame) this.answered();
+    if ("seq" in frame) { this.answered(); this.sum(frame.error ?? frame.summary); }
   }
 
   showPanels(frame) {
@@ -536,7 +536,12 @@ class View {
     const next = this.wanted;
     this.wanted = null;
     if (next) this.ask(next);
-    else clearTimeout(this.saying), this.saying = setTimeout(() => { this.live.textContent = this.frame.summary; }, 350);
+  }
+
+  // To a screen reader, once it rests: what a new run comes to, or why there is none.
+  sum(words) {
+    clearTimeout(this.saying);
+    this.saying = setTimeout(() => { this.live.textContent = words; }, 350);
   }
 
   showReadouts({ columns, rows }) {
