@@ -117,6 +117,7 @@ class Page:
         page.on("request", self.note_request)
         page.goto(url)
         page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000)
+        page.wait_for_function(f"window.jupyterapp.shell.currentWidget.context.isReady && {CELLS}.every((cell) => cell.model)")
         page.evaluate("document.querySelector('.jp-SideBar .lm-mod-current')?.click()")
 
     def note_request(self, request):
