@@ -197,6 +197,17 @@ def test_neighbours_that_wait_together_share_one_word():
     assert 1 <= texts(timeline(staircase())).count("seq_budget") <= 2
 
 
+def test_reasons_of_neighbours_that_share_rows_do_not_lie_on_one_another():
+    r = Recorder()
+    r.arrive(*(f"r{i}" for i in range(400)))
+    for step in range(60):
+        reasons = {f"r{i}": ("seq_budget", "kv_blocks")[i % 2] for i in range(400)} if step == 0 else {}
+        r.step({}, reasons=reasons)
+    svg = timeline(r.trace)
+    check_texts(svg)
+    assert "seq_budget" in texts(svg) or "kv_blocks" in texts(svg)
+
+
 def test_a_prefill_chunk_is_hatched_within_its_box():
     for left, right, top, height in [(0, 40, 0, 20), (10, 30, 5, 8), (3, 400, 7, 12)]:
         x, y = 0, 0

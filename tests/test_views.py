@@ -30,7 +30,9 @@ def pressure():
 
 
 def test_the_spans_of_a_request_say_what_it_got_in_every_step(pressure):
-    for trace in (pressure, everything(), stall()):
+    # decodes with pauses between them
+    taking_turns = scheduler_lab.Settings(running=24, budget=32, chunk=32, prompt=512, decode_share=0.25).run()
+    for trace in (pressure, taking_turns, everything(), stall()):
         panel = frame(trace)["panels"][0]
         by_name = {request["name"]: request for request in panel["requests"]}
         for place, step in enumerate(trace.steps):
@@ -41,7 +43,7 @@ def test_the_spans_of_a_request_say_what_it_got_in_every_step(pressure):
                 for chunk in chunks:
                     if chunk.kind == "prefill":
                         assert ["p", place, place, chunk.start_pos, chunk.start_pos + chunk.num_tokens - 1] in spans
-                    elif trace is pressure:  # by hand, a recomputation may end where it likes
+                    elif trace in (pressure, taking_turns):  # by hand, a recomputation may end where it likes
                         (span,) = [span for span in spans if span[0] == "d"]
                         assert span[3] + place - span[1] == chunk.start_pos
                 assert [span[3] for span in spans if span[0] == "w"] == ([waiting[name]] if name in waiting else [])
