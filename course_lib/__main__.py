@@ -1,4 +1,4 @@
-"""python -m course_lib demo | bench | gpu-check | doctor | fetch"""
+"""python -m course_lib demo | simulate | bench | gpu-check | doctor | fetch"""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def positive(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    from .simulate import add_arguments
+
     parser = argparse.ArgumentParser(prog="python -m course_lib", description="A small LLM serving engine to learn from.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="four chats stream, a long document arrives: with and without chunked prefill")
@@ -25,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--repeat", type=positive, default=1, help="how often to measure each setting, in turns (default 1)")
     demo.add_argument("--json", metavar="FILE", help="also write the measurements of every run as JSON")
     demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
+    simulation = commands.add_parser("simulate", help="the stall on a chip that you don't have: virtual time, no model, no torch")
+    add_arguments(simulation, positive)
     commands.add_parser("bench", help="what a step costs beside the model: schedule, build the batch, commit")
     gpu = commands.add_parser("gpu-check", help="test the GPU kernels on this GPU and measure them beside other libraries")
     gpu.add_argument("--out", metavar="FILE", help="where the measurements go, as JSON (default bench/results/gpu_check.json)")
@@ -38,6 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         return command(args)
     if args.command == "gpu-check":
         from .gpu_check import main as command
+
+        return command(args)
+    if args.command == "simulate":
+        from .simulate import main as command
 
         return command(args)
     if args.command == "bench":

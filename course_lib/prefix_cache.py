@@ -99,6 +99,7 @@ class PrefixCache:
             del self._by_key[entry.key], self._by_block[entry.block]
             forgotten.append(entry.block)
             stack += entry.children
+            entry.children = []  # no reference cycle with them: the entries are freed at once
         return forgotten
 
     def _identity(self, sequence: Sequence, index: int, parent: Entry | None):

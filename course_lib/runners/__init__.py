@@ -6,5 +6,6 @@
 from ..batch import Sample
 from .base import Runner, Tokenizer
 from .fake import FakeRunner
+from .simulated import SimulatedRunner
 
-__all__ = ["FakeRunner", "Runner", "Sample", "Tokenizer"]
+__all__ = ["FakeRunner", "Runner", "Sample", "SimulatedRunner", "Tokenizer"]

@@ -82,6 +82,10 @@ class FakeRunner:
     def now(self) -> float:
         return self._time
 
+    def advance_to(self, time: float) -> None:
+        """Let the virtual clock jump forward, as a driver does while nothing is there to compute."""
+        self._time = max(self._time, time)
+
     def solo(self, prompt: list[int], num_tokens: int) -> list[int]:
         """The `num_tokens` tokens that a request with this prompt must produce, however it is scheduled."""
         context: list[int] = []
