@@ -90,9 +90,9 @@ def expected(tiny):
 # --- run_prefill_chunk ---
 
 
-def prefill(tiny, prompt, chunk, table, block_size=16, num_blocks=10):
+def prefill(tiny, prompt, chunk, table, block_size=16, num_blocks=10, forward="auto"):
     """Run the chunks of a prompt one by one, on NaN. Returns the runner and what each chunk returned."""
-    runner = ModelRunner(tiny)
+    runner = ModelRunner(tiny, forward=forward)
     runner.init_kv_cache(num_blocks, block_size)
     runner.kv_cache.poison(range(num_blocks))
     one = Sequence("a", prompt)
@@ -151,7 +151,7 @@ def test_the_model_sees_the_positions_of_the_whole_sequence(tiny):
         with_kwargs=True,
     )
     try:
-        prefill(tiny, prompt_of(100), 30, range(7))
+        prefill(tiny, prompt_of(100), 30, range(7), forward="transformers")
     finally:
         hook.remove()
     assert [positions for _, positions in seen] == [list(range(a, min(a + 30, 100))) for a in (0, 30, 60, 90)]
@@ -415,7 +415,7 @@ def test_the_model_is_left_as_it_was_found(tiny):
 def test_the_models_own_attention_is_back_after_an_exception(tiny):
     attention = tiny.model.config._attn_implementation
     before = generate(tiny.model, prompt_of(20), 8)
-    engine = engine_of(ModelRunner(tiny), num_blocks=20)
+    engine = engine_of(ModelRunner(tiny, forward="transformers"), num_blocks=20)
     request_id = engine.add_request(prompt_of(20), greedy(8))
 
     def fail(module, args):

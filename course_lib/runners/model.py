@@ -1,7 +1,8 @@
 """ModelRunner: a real language model behind the Runner protocol.
 
-The model is transformers' own; only its attention is ours. The batch goes in as one flat row of
-tokens with their positions, whatever mix of chunks and decodes it holds.
+The model is transformers' own (or a copy of it with the weights laid out for speed); its attention is
+ours. The batch goes in as one flat row of tokens with their positions, whatever mix of chunks and
+decodes it holds.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 
 from ..batch import Batch, Sample, build_batch
 from ..model import LoadedModel, load_model
-from ..model.attention import BACKENDS, IMPLEMENTATION, PagedContext, default_backend, register
+from ..model.attention import BACKENDS, IMPLEMENTATION, PagedContext, choose_backend, register
 from ..model.kv_cache import KVCache
+from ..model.packed import can_pack, packed_copy
 from ..model.sampler import sample
 from ..scheduler import ScheduledChunk, SchedulerOutput
 from ..sequence import Sequence
@@ -24,18 +26,28 @@ from ..slots import blocks_needed
 class ModelRunner:
     """Runs a transformers causal LM over a paged KV cache.
 
-    model: a LoadedModel, or a name for `load_model`. attention: "auto" or a name in BACKENDS.
+    model      a LoadedModel, or a name for `load_model`
+    attention  "auto" or a name in BACKENDS
+    forward    "packed" (see model/packed.py), "transformers" (the model's own), or "auto": packed
+               where the model is of a kind that it knows
     """
 
-    def __init__(self, model: LoadedModel | str, attention: str = "auto") -> None:
+    def __init__(self, model: LoadedModel | str, attention: str = "auto", forward: str = "auto") -> None:
         loaded = load_model(model) if isinstance(model, str) else model
         if not isinstance(loaded, LoadedModel):
             raise TypeError(f"model must be a name or what load_model() returns, got {type(model).__name__}")
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         config = self.model.config
-        self.attention = default_backend(self.model.device) if attention == "auto" else attention
-        if self.attention not in BACKENDS:
+        self._num_heads = config.num_attention_heads
+        self._num_kv_heads = getattr(config, "num_key_value_heads", None) or self._num_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
+        if attention not in ("auto", *BACKENDS):
             raise ValueError(f"attention={attention!r} is unknown: it must be 'auto' or one of {', '.join(BACKENDS)}")
+        if forward not in ("auto", "packed", "transformers"):
+            raise ValueError(f"forward={forward!r} is unknown: it must be 'auto', 'packed' or 'transformers'")
+        shape = self._num_heads, self._num_kv_heads, self._head_dim
+        self.attention = choose_backend(attention, *shape, self.model.dtype, self.model.device)
+        self.packed = packed_copy(self.model) if forward == "packed" or (forward == "auto" and can_pack(self.model)) else None
         self.vocab_size = config.vocab_size
         # Within its window, sliding-window attention is plain causal attention.
         window = getattr(config, "sliding_window", None)
@@ -49,11 +61,9 @@ class ModelRunner:
     def init_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Fresh K/V memory; the engine calls this once. An engine made earlier can't go on with this runner."""
         config = self.model.config
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.kv_cache = KVCache(
-            config.num_hidden_layers, num_blocks, block_size,
-            getattr(config, "num_key_value_heads", None) or heads, head_dim, self.model.dtype, self.model.device,
+            config.num_hidden_layers, num_blocks, block_size, self._num_kv_heads, self._head_dim,
+            self.model.dtype, self.model.device,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -65,13 +75,14 @@ class ModelRunner:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, vocab] of the rows to sample; the K/V of all rows is stored on the way."""
         device = self.model.device
+        token_ids, positions = torch.tensor([batch.token_ids, batch.positions], device=device)
+        rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=device)
+        paged = PagedContext(batch, self.kv_cache, BACKENDS[self.attention])
+        if self.packed is not None:
+            return self.packed(token_ids, positions, rows, paged)
         with self._paged_attention():
             return self.model(
-                input_ids=torch.tensor([batch.token_ids], device=device),
-                position_ids=torch.tensor([batch.positions], device=device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(batch.sample_rows, dtype=torch.int64, device=device),
-                paged=PagedContext(batch, self.kv_cache, BACKENDS[self.attention]),
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, paged=paged
             ).logits[0]
 
     @torch.inference_mode()

@@ -6,61 +6,115 @@ are called through transformers' AttentionInterface, so a model's own forward is
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 
 from ...batch import Batch
 from ..kv_cache import KVCache
+from . import cpu_paged
 from .reference import attend as reference
 from .torch_paged import attend as torch_paged
 
-BACKENDS = {"reference": reference, "torch_paged": torch_paged}
+BACKENDS = {"reference": reference, "torch_paged": torch_paged, "cpu_paged": cpu_paged.attend}
 
 IMPLEMENTATION = "course_lib_paged"  # our name in transformers' AttentionInterface
 
 
-def default_backend(device: torch.device | str) -> str:
-    """The backend that "auto" means on this device."""
-    return "torch_paged"
+def choose_backend(
+    name: str, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The backend called `name`; "auto" is the fastest one that can serve such a model here."""
+    has_kernel = cpu_paged.is_available(num_heads, num_kv_heads, head_dim, dtype, device)
+    if name == "cpu_paged" and not has_kernel:
+        raise ValueError(f"attention='cpu_paged' can't be used here: {cpu_paged.NEEDS}")
+    if name == "auto":
+        return "cpu_paged" if has_kernel else "torch_paged"
+    return name
+
+
+class Decodes(NamedTuple):
+    """The sequences of a batch that compute one token, as int64 tensors.
+
+    rows          [n]              their rows in the flat batch
+    block_tables  [n, max blocks]  filled up with 0
+    context_lens  [n]
+    """
+
+    num_sequences: int
+    rows: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
 
 
 class PagedContext:
-    """What attention needs to know of a batch of T tokens and S sequences, as tensors; made once a step.
+    """What attention needs to know of a batch of T tokens and S sequences; made once a step, for all layers.
 
     slot_mapping     [T]  slots that the step's K/V is written to
     query_start_loc  S + 1 row numbers (plain ints)
     context_lens     S lengths (plain ints)
-    context_slots    S tensors [context_len]: where each sequence's K/V lies, position by position
     """
 
     def __init__(self, batch: Batch, kv_cache: KVCache, attend) -> None:
-        device = kv_cache.k.device
         self.kv_cache = kv_cache
         self.attend = attend
         self.query_start_loc = batch.query_start_loc
         self.context_lens = batch.context_lens
-        self.slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
-        offsets = torch.arange(batch.block_size, device=device)
-        self.context_slots = []
-        for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
-            blocks = torch.tensor(table, dtype=torch.int64, device=device)
-            self.context_slots.append((blocks[:, None] * batch.block_size + offsets).flatten()[:length])
+        self._block_tables = batch.block_tables
+        self._block_size = batch.block_size
+        self._device = kv_cache.k.device
+        self.slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self._device)
+        self._slots: dict[int, torch.Tensor] = {}
         self._masks: dict[int, torch.Tensor | None] = {}
+
+    def attention(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Store this step's K/V of a layer, then attend to all cached K/V.
+
+        query [T, heads, head_dim], key and value [T, kv_heads, head_dim]; returns [T, heads, head_dim].
+        """
+        self.kv_cache.store(layer, key, value, self.slot_mapping)
+        return self.attend(query, layer, self, scaling)
+
+    def context_slots(self, s: int) -> torch.Tensor:
+        """Where the K/V of sequence s lies, position by position: [context_len]."""
+        if s not in self._slots:
+            blocks = torch.tensor(self._block_tables[s], dtype=torch.int64, device=self._device)
+            offsets = torch.arange(self._block_size, device=self._device)
+            self._slots[s] = (blocks[:, None] * self._block_size + offsets).flatten()[: self.context_lens[s]]
+        return self._slots[s]
 
     def mask(self, s: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Added to the scores of sequence s, [num_queries, context_len]: 0 where a query may look, else -inf.
 
-        None for a decode, which may look at everything. Made once a step, for all layers.
+        None for a decode, which may look at everything.
         """
         if s not in self._masks:
             length = self.context_lens[s]
             num_queries = self.query_start_loc[s + 1] - self.query_start_loc[s]
             mask = None
             if num_queries > 1:
-                positions = torch.arange(length, device=self.slot_mapping.device)
+                positions = torch.arange(length, device=self._device)
                 future = positions[None, :] > positions[length - num_queries :, None]
-                mask = torch.zeros(num_queries, length, dtype=dtype, device=future.device).masked_fill(future, float("-inf"))
+                mask = torch.zeros(num_queries, length, dtype=dtype, device=self._device).masked_fill(future, float("-inf"))
             self._masks[s] = mask
         return self._masks[s]
+
+    @functools.cached_property
+    def chunks(self) -> list[int]:
+        """The numbers of the sequences with more than one token in this step."""
+        starts = self.query_start_loc
+        return [s for s in range(len(starts) - 1) if starts[s + 1] - starts[s] > 1]
+
+    @functools.cached_property
+    def decodes(self) -> Decodes:
+        """The sequences with one token in this step, the longest first, so that threads end together."""
+        lens, starts = self.context_lens, self.query_start_loc
+        ones = sorted(set(range(len(lens))) - set(self.chunks), key=lambda s: -lens[s])
+        width = max((len(self._block_tables[s]) for s in ones), default=0)
+        tables = [self._block_tables[s] + [0] * (width - len(self._block_tables[s])) for s in ones]
+        as_tensor = functools.partial(torch.tensor, dtype=torch.int64, device=self._device)
+        return Decodes(len(ones), as_tensor([starts[s] for s in ones]), as_tensor(tables), as_tensor([lens[s] for s in ones]))
 
 
 def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, paged=None, **kwargs):
@@ -72,10 +126,9 @@ def paged_attention_forward(module, query, key, value, attention_mask, scaling=N
     for unsupported in ("softcap", "s_aux"):
         if kwargs.get(unsupported) is not None:
             raise NotImplementedError(f"this model's attention uses {unsupported}, which the paged backends don't know")
-    layer = module.layer_idx
-    paged.kv_cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.slot_mapping)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged.attend(query[0].transpose(0, 1), layer, paged, scaling)[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return paged.attention(module.layer_idx, query, key, value, scaling)[None], None
 
 
 def register() -> None:

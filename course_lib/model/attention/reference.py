@@ -14,9 +14,9 @@ def attend(query: torch.Tensor, layer: int, paged, scaling: float) -> torch.Tens
     """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedContext."""
     keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
     output = torch.empty_like(query)
-    for s, slots in enumerate(paged.context_slots):
+    for s, context_len in enumerate(paged.context_lens):
         rows = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1])
-        context_len = paged.context_lens[s]
+        slots = paged.context_slots(s)
         num_queries = rows.stop - rows.start
         positions = torch.arange(context_len, device=query.device)
         query_positions = positions[context_len - num_queries :]  # a chunk ends where the context ends

@@ -1,4 +1,4 @@
-"""Paged attention with PyTorch's own fused kernel: what the engine uses on a CPU.
+"""Paged attention with PyTorch's own fused kernel, on any device.
 
 The same gather as in reference.py, but the scores of a long prompt are never written to memory in
 full: scaled_dot_product_attention works through them in tiles.
@@ -13,17 +13,23 @@ from torch.nn.functional import scaled_dot_product_attention
 def attend(query: torch.Tensor, layer: int, paged, scaling: float) -> torch.Tensor:
     """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedContext."""
     keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
-    output = torch.empty_like(query)
-    for s, slots in enumerate(paged.context_slots):
-        rows = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1])
-        is_whole = rows.stop - rows.start == paged.context_lens[s]  # nothing was cached before
-        output[rows] = scaled_dot_product_attention(
-            query[rows].transpose(0, 1)[None],
-            keys.index_select(0, slots).transpose(0, 1)[None],
-            values.index_select(0, slots).transpose(0, 1)[None],
-            attn_mask=None if is_whole else paged.mask(s, query.dtype),
-            is_causal=is_whole,
-            scale=scaling,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
+    output = query.new_empty(query.shape)
+    for s in range(len(paged.context_lens)):
+        attend_chunk(query, keys, values, s, paged, scaling, output)
     return output
+
+
+def attend_chunk(query, keys, values, s: int, paged, scaling: float, output: torch.Tensor) -> None:
+    """Attention of sequence number s: its rows of `query` and of `output` [T, heads, head_dim]."""
+    rows = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1])
+    slots = paged.context_slots(s)
+    is_whole = rows.stop - rows.start == paged.context_lens[s]  # nothing was cached before
+    output[rows] = scaled_dot_product_attention(
+        query[rows].transpose(0, 1)[None],
+        keys.index_select(0, slots).transpose(0, 1)[None],
+        values.index_select(0, slots).transpose(0, 1)[None],
+        attn_mask=None if is_whole else paged.mask(s, query.dtype),
+        is_causal=is_whole,
+        scale=scaling,
+        enable_gqa=True,
+    )[0].transpose(0, 1)

@@ -1,0 +1,207 @@
+/* The CPU kernels: matrix products with packed weights, paged attention of decodes, and the small
+   operations between them, each in one pass over memory. float32 throughout.
+
+   Compiled by cpu_kernels.py on first use, for the processor at hand. Where that can't be, the same
+   things are done with PyTorch's operations. Rows are tokens; all matrices are stored row by row. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef float v8 __attribute__((vector_size(32), aligned(4))); /* eight floats */
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+INLINE float sum_of(v8 a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
+
+/* ---- Matrix product: y [m, n] = x [m, k] Wt (+ add [m, n]) ----
+
+   W [n, k] is packed into panels of 16 of its rows, each panel k x 16: as the inner loop reads it.
+   A tile of y, 6 rows x 16 columns, stays in 12 vector registers while k runs. What a tile reads
+   comes from near by: DEPTH columns of a panel (18 KB) fit the first-level cache and serve all rows;
+   ROWS rows of x (about 96 KB) fit the second-level cache and serve all panels. With few rows the
+   weights' way from memory is what counts: the next piece of the panel is prefetched meanwhile.
+   (The scheme of GotoBLAS and BLIS: Goto and van de Geijn, 2008; Van Zee and van de Geijn, 2015.) */
+
+#define PANEL 16
+#define TILE_ROWS 6
+#define DEPTH 288
+#define ROWS 84
+
+INLINE void tile(int rows, const float *x, const float *panel, const float *next, const float *add, float *y,
+                 int64_t depth, int64_t k, int64_t n)
+{
+    v8 sum[TILE_ROWS][2];
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (v8){0};
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < depth; d++) {
+        const v8 *w = (const v8 *)(panel + d * PANEL);
+        __builtin_prefetch(next + d * PANEL);
+        for (int r = 0; r < rows; r++) {
+            float value = x[r * k + d];
+            sum[r][0] += value * w[0];
+            sum[r][1] += value * w[1];
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        v8 *out = (v8 *)(y + r * n);
+        const v8 *before = add ? (const v8 *)(add + r * n) : NULL;
+        out[0] = before ? before[0] + sum[r][0] : sum[r][0];
+        out[1] = before ? before[1] + sum[r][1] : sum[r][1];
+    }
+}
+
+/* n must be a multiple of 16; add may be NULL. */
+void matmul(const float *x, const float *packed, const float *add, float *y, int64_t m, int64_t n, int64_t k)
+{
+#pragma omp parallel
+    for (int64_t from = 0; from < m; from += ROWS) {
+        int64_t to = MIN(from + ROWS, m);
+#pragma omp for schedule(static) nowait
+        for (int64_t column = 0; column < n; column += PANEL)
+            for (int64_t d = 0; d < k; d += DEPTH) {
+                int64_t depth = MIN(DEPTH, k - d);
+                const float *panel = packed + column * k + d * PANEL, *next = panel + depth * PANEL;
+                for (int64_t row = from; row < to; row += TILE_ROWS) {
+                    const float *a = x + row * k + d;
+                    float *out = y + row * n + column;
+                    const float *before = d ? out : add ? add + row * n + column : NULL;
+                    switch (MIN(to - row, TILE_ROWS)) {
+                    case 1: tile(1, a, panel, next, before, out, depth, k, n); break;
+                    case 2: tile(2, a, panel, next, before, out, depth, k, n); break;
+                    case 3: tile(3, a, panel, next, before, out, depth, k, n); break;
+                    case 4: tile(4, a, panel, next, before, out, depth, k, n); break;
+                    case 5: tile(5, a, panel, next, before, out, depth, k, n); break;
+                    default: tile(6, a, panel, next, before, out, depth, k, n);
+                    }
+                    next = panel; /* prefetched once is enough */
+                }
+            }
+    }
+}
+
+/* ---- Between the products ---- */
+
+/* out [rows, dim] = x / sqrt(mean of x squared + eps) * weight [dim] */
+void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t dim, float eps)
+{
+#pragma omp parallel for schedule(static) if (rows > 16)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *a = x + r * dim;
+        float squares = 0;
+        for (int64_t d = 0; d < dim; d++) squares += a[d] * a[d];
+        float scale = 1 / sqrtf(squares / (float)dim + eps);
+        for (int64_t d = 0; d < dim; d++) out[r * dim + d] = a[d] * scale * weight[d];
+    }
+}
+
+/* out [rows, dim] = silu(gate) * up, where gate_up [rows, 2 dim] holds both side by side */
+void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t dim)
+{
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *gate = gate_up + r * 2 * dim, *up = gate + dim;
+        for (int64_t d = 0; d < dim; d++) out[r * dim + d] = gate[d] / (1 + expf(-gate[d])) * up[d];
+    }
+}
+
+/* Rotary embedding, in place: in the first `heads` heads of each row, the pairs (i, i + dim / 2) are turned
+   by the angles of the row's position. x: a row every `stride` floats; cosine and sine [rows, dim]. */
+void rotate(float *x, const float *cosine, const float *sine, int64_t rows, int64_t heads, int64_t dim, int64_t stride)
+{
+    const int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows > 16)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            float *first = x + r * stride + h * dim, *second = first + half;
+            const float *c = cosine + r * dim, *s = sine + r * dim;
+            for (int64_t i = 0; i < half; i++) {
+                float a = first[i], b = second[i];
+                first[i] = a * c[i] - b * s[i];
+                second[i] = b * c[i] + a * s[i];
+            }
+        }
+}
+
+/* ---- Paged attention of decodes: one query per sequence, K/V read where it lies ----
+
+   The same online softmax as in triton_paged.py: block after block, a running maximum m, a running
+   sum z of the weights, and the running output acc, both rescaled when the maximum grows. Nothing is
+   gathered first, so a step reads K and V from memory once. Work is shared out by (sequence, K/V head);
+   with grouped-query attention the query heads that share a K/V head run together. */
+
+#define MAX_GROUP 16     /* query heads per K/V head */
+#define MAX_HEAD_DIM 256 /* a multiple of 16 */
+#define MAX_TILE 32      /* positions worked on at a time, within one block */
+
+/* q and out [group, dim]; k and v: this K/V head in slot 0, the next slot `slot` floats further on. */
+INLINE void attend_one(
+    const float *q, const float *k, const float *v, float *out, const int64_t *block_table, int64_t context_len,
+    int64_t block_size, int64_t slot, int group, int dim, float scaling)
+{
+    const int width = dim / 8;
+    v8 acc[MAX_GROUP * MAX_HEAD_DIM / 8];
+    float m[MAX_GROUP], z[MAX_GROUP];
+    for (int i = 0; i < group * width; i++) acc[i] = (v8){0};
+    for (int g = 0; g < group; g++) { m[g] = -1e30f; z[g] = 0; }
+
+    for (int64_t position = 0; position < context_len;) {
+        int64_t offset = position % block_size, count = block_size - offset;
+        if (count > MAX_TILE) count = MAX_TILE;
+        if (count > context_len - position) count = context_len - position;
+        int64_t start = (block_table[position / block_size] * block_size + offset) * slot;
+
+        for (int g = 0; g < group; g++) {
+            const v8 *query = (const v8 *)(q + g * dim);
+            float weight[MAX_TILE], new_m = m[g], sum = 0;
+            for (int j = 0; j < count; j++) { /* scores */
+                const v8 *key = (const v8 *)(k + start + j * slot);
+                v8 even = query[0] * key[0], odd = query[1] * key[1];
+                for (int d = 2; d < width; d += 2) { even += query[d] * key[d]; odd += query[d + 1] * key[d + 1]; }
+                weight[j] = sum_of(even + odd) * scaling;
+            }
+            for (int j = 0; j < count; j++) new_m = weight[j] > new_m ? weight[j] : new_m;
+            for (int j = 0; j < count; j++) { weight[j] = expf(weight[j] - new_m); sum += weight[j]; }
+            float rescale = expf(m[g] - new_m);
+            m[g] = new_m;
+            z[g] = z[g] * rescale + sum;
+            v8 a[MAX_HEAD_DIM / 8];
+            for (int d = 0; d < width; d++) a[d] = acc[g * width + d] * rescale;
+            for (int j = 0; j < count; j++) {
+                const v8 *value = (const v8 *)(v + start + j * slot);
+                for (int d = 0; d < width; d++) a[d] += weight[j] * value[d];
+            }
+            for (int d = 0; d < width; d++) acc[g * width + d] = a[d];
+        }
+        position += count;
+    }
+    for (int g = 0; g < group; g++)
+        for (int d = 0; d < width; d++) ((v8 *)out)[g * width + d] = acc[g * width + d] / z[g];
+}
+
+/* query [rows, heads, dim], a row every `query_stride` floats; out [rows, heads, dim], without gaps;
+   rows [sequences]: which row is the query of each sequence; k and v [slots, kv_heads, dim];
+   block_tables [sequences, max_blocks]; context_lens [sequences], all > 0. */
+void paged_decode(
+    const float *query, const float *k, const float *v, float *out, const int64_t *rows, const int64_t *block_tables,
+    const int64_t *context_lens, int64_t query_stride, int64_t sequences, int64_t max_blocks, int64_t block_size,
+    int64_t heads, int64_t kv_heads, int64_t dim, float scaling)
+{
+    const int group = (int)(heads / kv_heads);
+    const int64_t slot = kv_heads * dim;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t task = 0; task < sequences * kv_heads; task++) {
+        int64_t s = task / kv_heads, head = task % kv_heads;
+        const float *q = query + rows[s] * query_stride + head * group * dim;
+        float *o = out + (rows[s] * heads + head * group) * dim;
+        const int64_t *table = block_tables + s * max_blocks, length = context_lens[s];
+        const float *key = k + head * dim, *value = v + head * dim;
+        if (dim == 64) /* known to the compiler: the inner loops stay in registers */
+            attend_one(q, key, value, o, table, length, block_size, slot, group, 64, scaling);
+        else if (dim == 128)
+            attend_one(q, key, value, o, table, length, block_size, slot, group, 128, scaling);
+        else
+            attend_one(q, key, value, o, table, length, block_size, slot, group, (int)dim, scaling);
+    }
+}
