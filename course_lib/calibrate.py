@@ -4,8 +4,8 @@
     print(cost)                                    # what a step, a token … cost, and the error on steps not fitted
     simulate(config, requests, model="smollm2-135m", chip="laptop", cost=cost)
 
-A roofline doesn't fit a CPU well: reading weights and computing hardly overlap, and a matrix product of one to
-four rows runs at a fraction of the rate of a large one. So the fitted model is a sum, linear in what is counted:
+A roofline doesn't fit a CPU well: reading weights and computing hardly overlap, and a matrix product of a few rows
+can run at a fraction of the rate of a large one. So the fitted model is a sum, linear in what is counted:
 
     seconds = per_step
             + per_row     × min(tokens, 4)     the first rows of a step, computed at a poor rate
@@ -28,9 +28,12 @@ from .metrics import percentile
 from .trace import Trace
 from .validation import check_number
 
-FEW_ROWS = 4  # matrix products of so few rows run at a poor rate on a CPU
+FEW_ROWS = 4  # so few rows are where a CPU's matrix products are worst
 MIN_STEPS = 20  # to fit five numbers, half of the steps held out
-PROMPTS = ((32, 160), (64, 192), (128, 256), (256, 384), (None, 128), (None, 512))  # (chunk size, tokens) to measure
+PLAN = (  # (chunk size, streams that decode beside, tokens of the prompt); the long one tells attention from the rest
+    (32, 0, 160), (32, 4, 160), (64, 0, 192), (64, 4, 192), (128, 0, 256), (128, 4, 256),
+    (256, 0, 1536), (256, 4, 512), (None, 0, 128), (None, 4, 128), (None, 0, 512), (None, 4, 512),
+)  # fmt: skip
 
 Observation = tuple[StepWork, float]  # what a step computed, and the seconds that it took
 
@@ -157,13 +160,12 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 def calibrate(runner, *, seconds: float = 15.0) -> FittedCost:
     """Measure steps of many kinds with this runner for about `seconds`, and fit a cost model to them.
 
-    Prompts in chunks of 32, 64, 128, 256 and whole, alone and beside 4 streams that decode. All of it is
+    Prompts in chunks of 32, 64, 128, 256 and whole, alone and beside 4 streams that decode (PLAN). All of it is
     repeated while there is time, at least twice, and of each step the fastest run counts: what other programs
-    took of the machine is not the step's cost.
+    took of the machine is not the step's cost. (So a busy machine will be slower than the model says.)
     """
     check_number("seconds", seconds, "above 0", lambda x: x > 0)
-    longest = min(512, runner.max_model_len // 2)
-    plan = [(chunk, streams, min(tokens - 9 * streams, longest)) for chunk, tokens in PROMPTS for streams in (0, 4)]
+    plan = [(chunk, streams, min(tokens, runner.max_model_len // 2)) for chunk, streams, tokens in PLAN]
     _measure(runner, *plan[-1])  # the first steps of a process are slow: not counted
     begin, repeats, fastest = runner.now(), 0, []
     while repeats < 2 or runner.now() - begin < seconds:
