@@ -4,8 +4,8 @@
     print(cost)                                    # what a step, a token … cost, and the error on steps not fitted
     simulate(config, requests, model="smollm2-135m", chip="laptop", cost=cost)
 
-A roofline doesn't fit a CPU well: reading weights and computing hardly overlap, and a matrix product of one to
-four rows runs at a fraction of the rate of a large one. So the fitted model is a sum, linear in what is counted:
+A roofline doesn't fit a CPU well: reading weights and computing hardly overlap, and a matrix product of a few rows
+can run at a fraction of the rate of a large one. So the fitted model is a sum, linear in what is counted:
 
     seconds = per_step
             + per_row     × min(tokens, 4)     the first rows of a step, computed at a poor rate
@@ -28,8 +28,12 @@ from .metrics import percentile
 from .trace import Trace
 from .validation import check_number
 
-FEW_ROWS = 4  # matrix products of so few rows run at a poor rate on a CPU
+FEW_ROWS = 4  # so few rows are where a CPU's matrix products are worst
 MIN_STEPS = 20  # to fit five numbers, half of the steps held out
+PLAN = (  # (chunk size, streams that decode beside, tokens of the prompt); the long one tells attention from the rest
+    (32, 0, 160), (32, 4, 160), (64, 0, 192), (64, 4, 192), (128, 0, 256), (128, 4, 256),
+    (256, 0, 1536), (256, 4, 512), (None, 0, 128), (None, 4, 128), (None, 0, 512), (None, 4, 512),
+)  # fmt: skip
 
 Observation = tuple[StepWork, float]  # what a step computed, and the seconds that it took
 
@@ -153,25 +157,28 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     return [row[-1] / row[i] for i, row in enumerate(rows)]
 
 
-def calibrate(runner, *, seconds: float = 10.0, seed: int = 0) -> FittedCost:
+def calibrate(runner, *, seconds: float = 15.0) -> FittedCost:
     """Measure steps of many kinds with this runner for about `seconds`, and fit a cost model to them.
 
-    Rounds of prompts in chunks of 32, 64, 128, 256 and whole, alone and beside streams that decode. At least one
-    round is run, however long it takes.
+    Prompts in chunks of 32, 64, 128, 256 and whole, alone and beside 4 streams that decode (PLAN). All of it is
+    repeated while there is time, at least twice, and of each step the fastest run counts: what other programs
+    took of the machine is not the step's cost. (So a busy machine will be slower than the model says.)
     """
     check_number("seconds", seconds, "above 0", lambda x: x > 0)
-    rng, measured, begin = random.Random(seed), [], runner.now()
-    longest = min(512, runner.max_model_len // 2)
-    _round(runner, rng, 32, 1, min(64, longest))  # the first steps of a process are slow: not counted
-    while not measured or runner.now() - begin < seconds:
-        for chunk in (32, 64, 128, 256, None):
-            for streams in (0, 1, 6):
-                measured += _round(runner, rng, chunk, streams, rng.randrange(longest // 4, longest))
-    return fit(measured)
+    plan = [(chunk, streams, min(tokens, runner.max_model_len // 2)) for chunk, streams, tokens in PLAN]
+    _measure(runner, *plan[-1])  # the first steps of a process are slow: not counted
+    begin, repeats, fastest = runner.now(), 0, []
+    while repeats < 2 or runner.now() - begin < seconds:
+        steps = [step for settings in plan for step in _measure(runner, *settings)]
+        repeats += 1
+        pairs = zip(fastest or steps, steps, strict=True)
+        fastest = [(work, min(before, now)) for (work, before), (_, now) in pairs]
+    return fit(fastest)
 
 
-def _round(runner, rng: random.Random, chunk: int | None, streams: int, prompt_tokens: int) -> list[Observation]:
-    """A prompt arrives beside `streams` short requests that decode; stops when it has its second token."""
+def _measure(runner, chunk: int | None, streams: int, prompt_tokens: int) -> list[Observation]:
+    """A prompt arrives beside `streams` short requests that decode, and gets three tokens. Always the same steps."""
+    rng = random.Random(prompt_tokens)
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(runner.vocab_size) for _ in range(num_tokens)]
@@ -185,7 +192,7 @@ def _round(runner, rng: random.Random, chunk: int | None, streams: int, prompt_t
         engine.add_request(prompt(rng.randrange(8, 32)), SamplingParams(max_tokens=32, ignore_eos=True))
     for _ in range(3 if streams else 0):
         engine.step()
-    last = engine.add_request(prompt(prompt_tokens), SamplingParams(max_tokens=2, ignore_eos=True))
+    last = engine.add_request(prompt(prompt_tokens), SamplingParams(max_tokens=3, ignore_eos=True))
     while last in engine.snapshot():
         engine.step()
     return observations(engine.trace)
