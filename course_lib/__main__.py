@@ -29,7 +29,15 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
     simulation = commands.add_parser("simulate", help="the stall on a chip that you don't have: virtual time, no model, no torch")
     add_arguments(simulation, positive)
-    commands.add_parser("bench", help="what a step costs beside the model: schedule, build the batch, commit")
+    bench = commands.add_parser("bench", help="measure the engine, beside what you would pick instead")
+    bench.add_argument("parts", nargs="*", choices=["overhead", "latency", "throughput", "chunks", []], metavar="PART",
+                       help="overhead, latency, throughput, chunks (default: all of them)")  # fmt: skip
+    bench.add_argument("--threads", type=positive, help="threads of every contender (default: the number of cores)")
+    bench.add_argument("--rounds", type=positive, default=5, help="runs of each contender, in turns (default 5)")
+    bench.add_argument("--workloads", nargs="+", choices=["short", "long"], help="of throughput (default: both)")
+    bench.add_argument("--contenders", nargs="+", metavar="NAME", help="of throughput (default: all that are installed)")
+    bench.add_argument("--vllm-venv", default=".venv-vllm", metavar="FOLDER", help="where vLLM's CPU build is (default .venv-vllm)")
+    bench.add_argument("--out", metavar="FOLDER", help="where the raw numbers go (default bench/results)")
     gpu = commands.add_parser("gpu-check", help="test the GPU kernels on this GPU and measure them beside other libraries")
     gpu.add_argument("--out", metavar="FILE", help="where the measurements go, as JSON (default bench/results/gpu_check.json)")
     gpu.add_argument("--dry-run", action="store_true", help="on the CPU with tiny sizes: only to see whether all of it runs")
@@ -51,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "bench":
         from .bench import main as command
 
-        return command()
+        return command(args)
     from . import doctor
 
     return doctor.run() if args.command == "doctor" else doctor.fetch()

@@ -18,7 +18,7 @@ import torch
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.batch import Batch
 from course_lib.model import attention, load_model
-from course_lib.model.attention import PagedContext, default_backend, plan, reference
+from course_lib.model.attention import PagedContext, choose_backend, plan, reference
 from course_lib.model.kv_cache import KVCache
 from course_lib.runners.model import ModelRunner
 
@@ -332,18 +332,19 @@ def test_tiles_are_as_high_as_the_longest_chunk_needs(heads, kv_heads, longest, 
 
 
 def test_the_default_is_triton_on_a_gpu_that_has_it(monkeypatch):
-    assert default_backend("cpu") == "torch_paged"
-    assert default_backend("cuda") == default_backend(torch.device("cuda", 1)) == "triton_paged"
+    def default(device):
+        return choose_backend("auto", 9, 3, 64, torch.bfloat16, torch.device(device))
+
+    assert default("cpu") == "torch_paged"
+    assert default("cuda") == default("cuda:1") == "triton_paged"
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-    assert default_backend("cuda") == "torch_paged"
+    assert default("cuda") == "torch_paged"
 
 
 def test_without_triton_the_error_says_what_to_do(monkeypatch, tiny):
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-    engine = Engine(ModelRunner(tiny, attention="triton_paged"), EngineConfig(num_blocks=8))
-    engine.add_request([1, 2, 3])
     with pytest.raises(ImportError, match=r"'triton_paged' needs the package triton.*'torch_paged'"):
-        engine.step()
+        ModelRunner(tiny, attention="triton_paged")
 
 
 def python(code, **environment):

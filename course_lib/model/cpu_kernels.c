@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 typedef float v8 __attribute__((vector_size(32), aligned(4))); /* eight floats */
 
@@ -102,7 +103,7 @@ void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t dim)
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++) {
         const float *gate = gate_up + r * 2 * dim, *up = gate + dim;
-        for (int64_t d = 0; d < dim; d++) out[r * dim + d] = gate[d] / (1 + expf(-gate[d])) * up[d];
+        for (int64_t d = 0; d < dim; d++) out[r * dim + d] = gate[d] / (1 + expf(MIN(-gate[d], 80))) * up[d]; /* e^89 is beyond float32 */
     }
 }
 
@@ -122,6 +123,16 @@ void rotate(float *x, const float *cosine, const float *sine, int64_t rows, int6
                 second[i] = b * c[i] + a * s[i];
             }
         }
+}
+
+/* Cached K/V: each row's key and value [kv_heads x dim = width] go to the row's slot. Rows lie `stride` floats apart. */
+void store_kv(const float *key, const float *value, float *key_cache, float *value_cache, const int64_t *slots,
+              int64_t rows, int64_t width, int64_t stride)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        memcpy(key_cache + slots[r] * width, key + r * stride, width * sizeof(float));
+        memcpy(value_cache + slots[r] * width, value + r * stride, width * sizeof(float));
+    }
 }
 
 /* ---- Paged attention of decodes: one query per sequence, K/V read where it lies ----

@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "rms_norm": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
     "silu_mul": [_POINTER] * 2 + [_INT] * 2,
     "rotate": [_POINTER] * 3 + [_INT] * 4,
+    "store_kv": [_POINTER] * 5 + [_INT] * 3,
     "paged_decode": [_POINTER] * 7 + [_INT] * 7 + [_FLOAT],
 }
 
@@ -76,9 +77,10 @@ class Kernels:
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [rows, dim] / √(mean of x² + eps) × weight [dim] -> [rows, dim]."""
+        """x [..., dim] / √(mean of x² + eps) × weight [dim] -> [..., dim]."""
         out = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        dim = x.shape[-1]
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, eps)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -92,6 +94,17 @@ class Kernels:
         """Rotary embedding of x [rows, heads, dim], in place; its rows may lie apart. cosine and sine [rows, dim]."""
         rows, heads, dim = x.shape
         self._rotate(x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), rows, heads, dim, x.stride(0))
+
+    def store_kv(self, key, value, key_cache, value_cache, slots: torch.Tensor) -> None:
+        """Write key and value [rows, kv_heads, dim] to the rows `slots` of the caches [slots, kv_heads, dim].
+
+        The rows of key and value may lie apart, equally far in both.
+        """
+        rows, kv_heads, dim = key.shape
+        self._store_kv(
+            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
+            rows, kv_heads * dim, key.stride(0),
+        )  # fmt: skip
 
     def paged_decode(self, query, keys, values, output, decodes, block_size: int, scaling: float) -> None:
         """Attention of the batch's decodes, into their rows of `output` [T, heads, head_dim].

@@ -78,11 +78,11 @@ class PackedLayer:
         """x [T, hidden] -> [T, hidden], or the given rows of it."""
         ops, heads, kv_heads = self.ops, self.heads, self.kv_heads
         qkv = ops.matmul(ops.rms_norm(x, self.norm_1), self.qkv).view(len(x), heads + 2 * kv_heads, self.head_dim)
-        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        both, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.q_norm is not None:
-            query, key = ops.rms_norm(query, self.q_norm), ops.rms_norm(key, self.k_norm)
-        query, key = ops.rotate(query, *rotation), ops.rotate(key, *rotation)
-        attended = paged.attention(self.index, query, key, value, self.scaling).flatten(1)
+            both = torch.cat((ops.rms_norm(both[:, :heads], self.q_norm), ops.rms_norm(both[:, heads:], self.k_norm)), dim=1)
+        both = ops.rotate(both, *rotation)
+        attended = paged.attention(self.index, both[:, :heads], both[:, heads:], value, self.scaling).flatten(1)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         x = ops.matmul(attended, self.out, add=x)
@@ -142,8 +142,7 @@ class CPUOps(TorchOps):
         return y if packed.bias is None else y.add_(packed.bias)
 
     def rms_norm(self, x: torch.Tensor, norm) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.kernels.rms_norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
+        return self.kernels.rms_norm(x.contiguous(), norm.weight, norm.variance_epsilon)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.silu_mul(gate_up)

@@ -105,7 +105,10 @@ class PagedContext:
             with torch.cuda.device_of(query):  # the GPU on which Triton starts its kernels
                 triton_kernels().store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
                 return self.attend(query, layer, self, scaling)
-        self.kv_cache.store(layer, key, value, self.slot_mapping)
+        if self.attend is cpu_paged.attend:
+            cpu_paged.store(key, value, layer, self)
+        else:
+            self.kv_cache.store(layer, key, value, self.slot_mapping)
         return self.attend(query, layer, self, scaling)
 
     def context_slots(self, s: int) -> torch.Tensor:

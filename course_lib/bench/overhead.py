@@ -1,4 +1,4 @@
-"""`python -m course_lib bench`: what a step costs beside the model.
+"""`python -m course_lib bench overhead`: what a step costs beside the model.
 
 The time to schedule, to build the batch and to commit, per decode step, for growing numbers of
 running requests. Medians, in microseconds, on one thread.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 
-from .batch import build_batch
-from .block_manager import BlockManager
-from .config import EngineConfig
-from .scheduler import Scheduler
-from .sequence import Sequence
+from ..batch import build_batch
+from ..block_manager import BlockManager
+from ..config import EngineConfig
+from ..scheduler import Scheduler
+from ..sequence import Sequence
 
 PHASES = ("schedule", "build_batch", "commit")
 

@@ -1,0 +1,36 @@
+"""`python -m course_lib bench`: what the engine costs, beside what a user would pick instead.
+
+    overhead     schedule, build the batch, commit: microseconds per step, without a model
+    throughput   SmolLM2 on this CPU: ours, transformers in three ways, vLLM's CPU build
+    latency      one decode step of one request, beside reading the weights once
+    chunks       the demo's longest gap and throughput against the chunk size
+
+Contenders of one table run in turns, within one call, so that they meet the same machine.
+"""
+
+from __future__ import annotations
+
+PARTS = ("overhead", "latency", "throughput", "chunks")
+
+
+def main(args) -> int:
+    """Run the parts that were asked for (none named: all of them); returns the exit code."""
+    for part in args.parts or PARTS:
+        if part == "overhead":
+            from .overhead import main as run
+
+            run()
+        elif part == "latency":
+            from .latency import main as run
+
+            run(args)
+        elif part == "throughput":
+            from .throughput import main as run
+
+            run(args)
+        else:
+            from .chunks import main as run
+
+            run(args)
+        print()
+    return 0
