@@ -135,6 +135,46 @@ void store_kv(const float *key, const float *value, float *key_cache, float *val
     }
 }
 
+/* ---- A decoder layer but for its attention: in two calls, so that the threads stay awake between the steps ---- */
+
+struct layer {
+    int64_t hidden, heads, kv_heads, dim, inner; /* dim of a head; inner of the feed-forward network */
+    float eps;
+    const float *norm_1, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *norm_2, *gate_up, *down; /* biases and q/k norms: or NULL */
+};
+
+/* qkv [rows, heads + 2 kv_heads, dim] of x [rows, hidden]; K and V also go to their slots. normed [rows, hidden]: scratch. */
+void before_attention(const struct layer *l, const float *x, const float *cosine, const float *sine, float *normed, float *qkv,
+                      float *key_cache, float *value_cache, const int64_t *slots, int64_t rows)
+{
+    const int64_t q = l->heads * l->dim, kv = l->kv_heads * l->dim, stride = q + 2 * kv;
+    rms_norm(x, l->norm_1, normed, rows, l->hidden, l->eps);
+    matmul(normed, l->qkv, NULL, qkv, rows, stride, l->hidden);
+    for (int64_t r = 0; r < rows; r++) {
+        float *row = qkv + r * stride;
+        if (l->qkv_bias)
+            for (int64_t i = 0; i < stride; i++) row[i] += l->qkv_bias[i];
+        if (l->q_norm) {
+            rms_norm(row, l->q_norm, row, l->heads, l->dim, l->eps);
+            rms_norm(row + q, l->k_norm, row + q, l->kv_heads, l->dim, l->eps);
+        }
+    }
+    rotate(qkv, cosine, sine, rows, l->heads + l->kv_heads, l->dim, stride);
+    store_kv(qkv + q, qkv + q + kv, key_cache, value_cache, slots, rows, kv, stride);
+}
+
+/* y [rows, hidden] from x and attended [rows, heads, dim]. Scratch: normed [rows, hidden], wide [rows, 3 inner]. */
+void after_attention(const struct layer *l, const float *x, const float *attended, float *normed, float *wide, float *y,
+                     int64_t rows)
+{
+    float *gated = wide + rows * 2 * l->inner;
+    matmul(attended, l->out, x, y, rows, l->hidden, l->heads * l->dim);
+    rms_norm(y, l->norm_2, normed, rows, l->hidden, l->eps);
+    matmul(normed, l->gate_up, NULL, wide, rows, 2 * l->inner, l->hidden);
+    silu_mul(wide, gated, rows, l->inner);
+    matmul(gated, l->down, y, y, rows, l->hidden, l->inner);
+}
+
 /* ---- Paged attention of decodes: one query per sequence, K/V read where it lies ----
 
    The same online softmax as in triton_paged.py: block after block, a running maximum m, a running

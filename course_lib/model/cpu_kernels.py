@@ -29,9 +29,8 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "matmul": [_POINTER] * 4 + [_INT] * 3,
     "rms_norm": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
-    "silu_mul": [_POINTER] * 2 + [_INT] * 2,
-    "rotate": [_POINTER] * 3 + [_INT] * 4,
-    "store_kv": [_POINTER] * 5 + [_INT] * 3,
+    "before_attention": [_POINTER] * 9 + [_INT],
+    "after_attention": [_POINTER] * 6 + [_INT],
     "paged_decode": [_POINTER] * 7 + [_INT] * 7 + [_FLOAT],
 }
 
@@ -52,6 +51,22 @@ def load() -> Kernels | None:
         return Kernels(ctypes.CDLL(str(_build(compiler))))
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
+
+
+class Layer(ctypes.Structure):
+    """`struct layer` of the source: sizes, and where the weights lie. None: a part that the model doesn't have."""
+
+    _fields_ = [  # noqa: RUF012
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "inner")),
+        ("eps", _FLOAT),
+        *((name, _POINTER) for name in ("norm_1", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "norm_2", "gate_up", "down")),
+    ]
+
+    def __init__(self, eps: float, weights: dict[str, torch.Tensor | None], **sizes: int) -> None:
+        pointers = {name: weight.data_ptr() for name, weight in weights.items() if weight is not None}
+        super().__init__(eps=eps, **sizes, **pointers)
+        self.weights = weights  # kept alive as long as the pointers to them
+        self.address = ctypes.addressof(self)
 
 
 class Kernels:
@@ -83,28 +98,26 @@ class Kernels:
         self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, eps)
         return out
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) × up -> [rows, dim]; gate_up [rows, 2 × dim] holds both side by side."""
-        rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, dim)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, dim)
-        return out
+    def before_attention(self, layer: Layer, x, cosine, sine, keys, values, slots) -> torch.Tensor:
+        """x [rows, hidden] -> q, k and v side by side, [rows, heads + 2 × kv_heads, dim], normed and rotated.
 
-    def rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-        """Rotary embedding of x [rows, heads, dim], in place; its rows may lie apart. cosine and sine [rows, dim]."""
-        rows, heads, dim = x.shape
-        self._rotate(x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), rows, heads, dim, x.stride(0))
-
-    def store_kv(self, key, value, key_cache, value_cache, slots: torch.Tensor) -> None:
-        """Write key and value [rows, kv_heads, dim] to the rows `slots` of the caches [slots, kv_heads, dim].
-
-        The rows of key and value may lie apart, equally far in both.
+        k and v are also written to the rows `slots` [rows] of the caches [slots, kv_heads, dim].
         """
-        rows, kv_heads, dim = key.shape
-        self._store_kv(
-            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
-            rows, kv_heads * dim, key.stride(0),
+        rows = len(x)
+        qkv, normed = x.new_empty(rows, layer.heads + 2 * layer.kv_heads, layer.dim), torch.empty_like(x)
+        self._before_attention(
+            layer.address, x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), normed.data_ptr(), qkv.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), slots.data_ptr(), rows,
         )  # fmt: skip
+        return qkv
+
+    def after_attention(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] and attended [rows, heads, dim] -> the layer's output [rows, hidden]."""
+        y, normed, wide = torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x), 3 * layer.inner)
+        self._after_attention(
+            layer.address, x.data_ptr(), attended.data_ptr(), normed.data_ptr(), wide.data_ptr(), y.data_ptr(), len(x)
+        )
+        return y
 
     def paged_decode(self, query, keys, values, output, decodes, block_size: int, scaling: float) -> None:
         """Attention of the batch's decodes, into their rows of `output` [T, heads, head_dim].

@@ -44,11 +44,11 @@ class PackedModel:
     def __init__(self, model) -> None:
         if not can_pack(model):
             raise ValueError(f"model_type={model.config.model_type!r} can't be packed: known are {', '.join(MODEL_TYPES)}")
-        ops = CPUOps() if model.device.type == "cpu" and model.dtype == torch.float32 and cpu_kernels.load() else TorchOps()
-        self.ops = ops
         self.embed, self.norm, self.rotary = model.model.embed_tokens, model.model.norm, model.model.rotary_emb
-        self.layers = [PackedLayer(layer, model.config, ops) for layer in model.model.layers]
-        self.head = ops.pack(model.lm_head)
+        self.has_kernels = CPULayer.fits(model)
+        make_layer, make_linear = (CPULayer, CPULinear) if self.has_kernels else (PackedLayer, PackedLinear)
+        self.layers = [make_layer(layer, model.config) for layer in model.model.layers]
+        self.head = make_linear(model.lm_head)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged) -> torch.Tensor:
         """token_ids [T], positions [T], rows [R] -> logits [R, vocab]; K/V of all T tokens is stored on the way."""
@@ -57,96 +57,120 @@ class PackedModel:
         for layer in self.layers[:-1]:
             x = layer(x, rotation, paged)
         x = self.layers[-1](x, rotation, paged, rows)
-        return self.ops.matmul(self.ops.rms_norm(x, self.norm), self.head)
+        return self.head(rms_norm(x, self.norm))
 
 
-class PackedLayer:
-    """One decoder layer: attention, then the feed-forward network, each added to what came in."""
-
-    def __init__(self, layer, config, ops) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.ops, self.index, self.scaling, self.head_dim = ops, attention.layer_idx, attention.scaling, attention.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.norm_1, self.norm_2 = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)  # Qwen3
-        self.qkv = ops.pack(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = ops.pack(attention.o_proj)
-        self.gate_up = ops.pack(mlp.gate_proj, mlp.up_proj)
-        self.down = ops.pack(mlp.down_proj)
-
-    def __call__(self, x: torch.Tensor, rotation, paged, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], or the given rows of it."""
-        ops, heads, kv_heads = self.ops, self.heads, self.kv_heads
-        qkv = ops.matmul(ops.rms_norm(x, self.norm_1), self.qkv).view(len(x), heads + 2 * kv_heads, self.head_dim)
-        both, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self.q_norm is not None:
-            both = torch.cat((ops.rms_norm(both[:, :heads], self.q_norm), ops.rms_norm(both[:, heads:], self.k_norm)), dim=1)
-        both = ops.rotate(both, *rotation)
-        attended = paged.attention(self.index, both[:, :heads], both[:, heads:], value, self.scaling).flatten(1)
-        if rows is not None:
-            x, attended = x[rows], attended[rows]
-        x = ops.matmul(attended, self.out, add=x)
-        return ops.matmul(ops.silu_mul(ops.matmul(ops.rms_norm(x, self.norm_2), self.gate_up)), self.down, add=x)
-
-
-class Packed:
+class PackedLinear:
     """One or more nn.Linear that read the same input, as one matrix."""
 
-    def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
+    def __init__(self, *layers: nn.Linear) -> None:
         self.weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
 
-
-class TorchOps:
-    """What a layer consists of, in PyTorch: on any device, in any dtype."""
-
-    def pack(self, *layers: nn.Linear) -> Packed:
-        return Packed(layers)
-
-    def matmul(self, x: torch.Tensor, packed: Packed, add: torch.Tensor | None = None) -> torch.Tensor:
-        """x [rows, in] Wᵀ + bias (+ add) -> [rows, out]."""
-        y = linear(x, packed.weight, packed.bias)
-        return y if add is None else y.add_(add)
-
-    def rms_norm(self, x: torch.Tensor, norm) -> torch.Tensor:
-        """x / √(mean of x² + eps) × weight, over the last dimension."""
-        return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) × up of [rows, gate and up side by side]."""
-        gate, up = gate_up.chunk(2, dim=1)
-        return nn.functional.silu(gate) * up
-
-    def rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding of [rows, heads, dim]: pairs (i, i + dim/2) turned by the angles of the row's position."""
-        first, second = x.chunk(2, dim=-1)
-        return x * cosine[:, None] + torch.cat((-second, first), dim=-1) * sine[:, None]
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> x Wᵀ + bias [rows, out]."""
+        return linear(x, self.weight, self.bias)
 
 
-class CPUOps(TorchOps):
-    """The same on the compiled kernels."""
+class PackedLayer:
+    """One decoder layer in PyTorch: attention, then the feed-forward network, each added to what came in."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer, config) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.scaling, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.norm_1, self.norm_2 = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)  # Qwen3
+        self.qkv = self.pack(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = self.pack(attention.o_proj)
+        self.gate_up = self.pack(mlp.gate_proj, mlp.up_proj)
+        self.down = self.pack(mlp.down_proj)
+
+    pack = PackedLinear
+
+    def __call__(self, x: torch.Tensor, rotation, paged, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden], or the given rows of it. rotation: cosine and sine, each [T, head_dim]."""
+        query = self.before_attention(x, rotation, paged)
+        attended = paged.attend(self.index, query, self.scaling).flatten(1)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        return self.after_attention(x, attended)
+
+    def before_attention(self, x: torch.Tensor, rotation, paged) -> torch.Tensor:
+        """Stores the step's K/V, returns its queries [T, heads, head_dim]."""
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = self.qkv(rms_norm(x, self.norm_1)).view(len(x), heads + 2 * kv_heads, self.head_dim)
+        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if self.q_norm is not None:
+            query, key = rms_norm(query, self.q_norm), rms_norm(key, self.k_norm)
+        paged.store(self.index, rotate(key, *rotation), value)
+        return rotate(query, *rotation)
+
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = self.out(attended) + x
+        gate, up = self.gate_up(rms_norm(x, self.norm_2)).chunk(2, dim=1)
+        return self.down(nn.functional.silu(gate) * up) + x
+
+
+def rms_norm(x: torch.Tensor, norm) -> torch.Tensor:
+    """x / √(mean of x² + eps) × weight, over the last dimension."""
+    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [rows, heads, dim]: pairs (i, i + dim/2) turned by the angles of the row's position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine[:, None] + torch.cat((-second, first), dim=-1) * sine[:, None]
+
+
+# --- the same on the compiled kernels ---
+
+
+class CPULinear(PackedLinear):
+    """A matrix in the panels that the kernels read."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__(*layers)
+        self.weight = cpu_kernels.load().pack(self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = cpu_kernels.load().matmul(x, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class CPULayer(PackedLayer):
+    """The same layer in two calls of the kernels, with the attention between them."""
+
+    pack = CPULinear
+
+    def __init__(self, layer, config) -> None:
+        super().__init__(layer, config)
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "norm_1": self.norm_1, "norm_2": self.norm_2}
+        weights = {name: norm.weight for name, norm in norms.items() if norm is not None}
+        weights |= {name: getattr(self, name).weight for name in ("qkv", "out", "gate_up", "down")}
+        weights["qkv_bias"] = self.qkv.bias
+        self.layer = cpu_kernels.Layer(
+            config.rms_norm_eps, weights, hidden=config.hidden_size, heads=self.heads, kv_heads=self.kv_heads,
+            dim=self.head_dim, inner=config.intermediate_size,
+        )  # fmt: skip
         self.kernels = cpu_kernels.load()
 
-    def pack(self, *layers: nn.Linear) -> Packed:
-        packed = Packed(layers)
-        if len(packed.weight) % cpu_kernels.PANEL == 0:
-            packed.weight = self.kernels.pack(packed.weight)
-        return packed
+    @staticmethod
+    def fits(model) -> bool:
+        """float32 on a CPU, all sizes whole panels, and no biases but those of q, k and v."""
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        biased = [name for name, module in model.named_modules() if getattr(module, "bias", None) is not None]
+        return (
+            model.device.type == "cpu"
+            and model.dtype == torch.float32
+            and all(linear.out_features % cpu_kernels.PANEL == 0 for linear in linears)
+            and all(name.endswith(("q_proj", "k_proj", "v_proj")) for name in biased)
+            and cpu_kernels.load() is not None
+        )
 
-    def matmul(self, x: torch.Tensor, packed: Packed, add: torch.Tensor | None = None) -> torch.Tensor:
-        if packed.weight.dim() == 2:  # the rows didn't make whole panels
-            return super().matmul(x, packed, add)
-        y = self.kernels.matmul(x.contiguous(), packed.weight, add)
-        return y if packed.bias is None else y.add_(packed.bias)
+    def before_attention(self, x: torch.Tensor, rotation, paged) -> torch.Tensor:
+        caches = paged.kv_cache.k[self.index], paged.kv_cache.v[self.index]
+        return self.kernels.before_attention(self.layer, x, *rotation, *caches, paged.slot_mapping)[:, : self.heads]
 
-    def rms_norm(self, x: torch.Tensor, norm) -> torch.Tensor:
-        return self.kernels.rms_norm(x.contiguous(), norm.weight, norm.variance_epsilon)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self.kernels.silu_mul(gate_up)
-
-    def rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        self.kernels.rotate(x, cosine, sine)
-        return x
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self.kernels.after_attention(self.layer, x, attended.contiguous())

@@ -22,7 +22,8 @@ from .torch_paged import attend as torch_paged
 
 def attend_with_triton(query: torch.Tensor, layer: int, paged: PagedContext, scaling: float) -> torch.Tensor:
     """query [T, heads, head_dim] -> output [T, heads, head_dim], by our own GPU kernels."""
-    return triton_kernels().attend(query, layer, paged, scaling)
+    with torch.cuda.device_of(query):
+        return triton_kernels().attend(query, layer, paged, scaling)
 
 
 def triton_kernels():
@@ -84,10 +85,10 @@ class PagedContext:
     plans            what triton_paged.py keeps from the first layer to the last
     """
 
-    def __init__(self, batch: Batch, kv_cache: KVCache, attend) -> None:
+    def __init__(self, batch: Batch, kv_cache: KVCache, backend) -> None:
         self.batch = batch
         self.kv_cache = kv_cache
-        self.attend = attend
+        self._backend = backend
         self.query_start_loc = batch.query_start_loc
         self.context_lens = batch.context_lens
         self.plans: dict = {}
@@ -96,20 +97,17 @@ class PagedContext:
         self._slots: dict[int, torch.Tensor] = {}
         self._masks: dict[int, torch.Tensor | None] = {}
 
-    def attention(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Store this step's K/V of a layer, then attend to all cached K/V.
-
-        query [T, heads, head_dim], key and value [T, kv_heads, head_dim]; returns [T, heads, head_dim].
-        """
-        if self.attend is attend_with_triton:
-            with torch.cuda.device_of(query):  # the GPU on which Triton starts its kernels
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write this step's key and value [T, kv_heads, head_dim] of one layer into their slots."""
+        if self._backend is attend_with_triton:
+            with torch.cuda.device_of(key):  # the GPU on which Triton starts its kernels
                 triton_kernels().store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
-                return self.attend(query, layer, self, scaling)
-        if self.attend is cpu_paged.attend:
-            cpu_paged.store(key, value, layer, self)
         else:
             self.kv_cache.store(layer, key, value, self.slot_mapping)
-        return self.attend(query, layer, self, scaling)
+
+    def attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of query [T, heads, head_dim] over all cached K/V of its sequences; the same shape."""
+        return self._backend(query, layer, self, scaling)
 
     def context_slots(self, s: int) -> torch.Tensor:
         """Where the K/V of sequence s lies, position by position: [context_len]."""
@@ -169,7 +167,8 @@ def paged_attention_forward(module, query, key, value, attention_mask, scaling=N
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return paged.attention(module.layer_idx, query, key, value, scaling)[None], None
+    paged.store(module.layer_idx, key, value)
+    return paged.attend(module.layer_idx, query, scaling)[None], None
 
 
 def register() -> None:

@@ -24,13 +24,6 @@ def is_available(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.
     return fits and dtype == torch.float32 and device.type == "cpu" and cpu_kernels.load() is not None
 
 
-def store(key: torch.Tensor, value: torch.Tensor, layer: int, paged) -> None:
-    """Write key and value [T, kv_heads, head_dim] of one layer into the step's slots."""
-    if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
-        key, value = key.contiguous(), value.contiguous()
-    cpu_kernels.load().store_kv(key, value, paged.kv_cache.k[layer], paged.kv_cache.v[layer], paged.slot_mapping)
-
-
 def attend(query: torch.Tensor, layer: int, paged, scaling: float) -> torch.Tensor:
     """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedContext."""
     keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
