@@ -74,6 +74,18 @@ def test_the_streams_have_a_head_start_and_outlast_the_long_prompt(tmp_path, cap
         assert times[name][-1] > times["long"][0]
 
 
+def test_the_gaps_are_those_after_the_long_prompt_came_not_of_the_streams_own_start(tmp_path, capsys):
+    file = tmp_path / "t.json"  # 20 streams of 900 prompt tokens, two in a step: the first ones see the others' prefill
+    options = ["--running", "20", "--context", "900", "--prompt", "500", "--chunk", "whole", "--budget", "2000"]
+    _, out, _ = run(capsys, "simulate", *options, "--json", str(file))
+    trace = Trace.from_json(file.read_text())
+    arrival = trace.requests["long"].arrival_time
+    lengths = [(step.end - step.start) * 1e3 for step in trace.steps if step.end > arrival]
+    assert ms(rows(out)["whole"]["longest gap"]) == pytest.approx(max(lengths), abs=0.06)
+    gaps_before = [(step.end - step.start) * 1e3 for step in trace.steps if step.end <= arrival and step.decode_tokens]
+    assert max(gaps_before) > 2 * max(lengths)
+
+
 def test_every_trace_is_written_in_a_file_that_can_be_read_back(tmp_path, capsys):
     _, out, _ = run(capsys, *SMALL, "--json", str(tmp_path / "run.json"))
     files = sorted(path.name for path in tmp_path.iterdir())
