@@ -22,7 +22,7 @@ STAMP := .venv/installed.stamp
 # Jupyter refuses to run as root (in a container, say) unless told that this is meant.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u 2>/dev/null)),--allow-root)
 
-.PHONY: help lab test demo notebooks bench doctor clean
+.PHONY: help lab test demo notebooks bench gpu-check doctor clean
 
 help:
 	@echo "make lab        open the course in JupyterLab, at lesson 00"
@@ -30,6 +30,7 @@ help:
 	@echo "make demo       see the stall, and chunked prefill removing it, in this terminal"
 	@echo "make notebooks  build the notebooks from their sources"
 	@echo "make bench      measure the engine on this machine"
+	@echo "make gpu-check  test the GPU kernels on this machine's GPU, and measure them"
 	@echo "make doctor     say what is installed, what is missing, and what to do about it"
 	@echo "make clean      delete .venv and what Python leaves behind"
 
@@ -48,6 +49,9 @@ notebooks: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) -m course_lib bench $(ARGS)
+
+gpu-check: $(STAMP)
+	$(RUN) -m course_lib gpu-check $(ARGS)
 
 doctor: $(STAMP)
 	$(RUN) -m course_lib doctor $(ARGS)

@@ -1,4 +1,4 @@
-"""python -m course_lib demo | simulate | bench | doctor | fetch"""
+"""python -m course_lib demo | simulate | bench | gpu-check | doctor | fetch"""
 
 from __future__ import annotations
 
@@ -30,11 +30,18 @@ def main(argv: list[str] | None = None) -> int:
     simulation = commands.add_parser("simulate", help="the stall on a chip that you don't have: virtual time, no model, no torch")
     add_arguments(simulation, positive)
     commands.add_parser("bench", help="what a step costs beside the model: schedule, build the batch, commit")
+    gpu = commands.add_parser("gpu-check", help="test the GPU kernels on this GPU and measure them beside other libraries")
+    gpu.add_argument("--out", metavar="FILE", help="where the measurements go, as JSON (default bench/results/gpu_check.json)")
+    gpu.add_argument("--dry-run", action="store_true", help="on the CPU with tiny sizes: only to see whether all of it runs")
     commands.add_parser("doctor", help="what is installed, what will be used, what to do about anything missing")
     commands.add_parser("fetch", help="get the small model and convert it, once")
     args = parser.parse_args(argv)
     if args.command == "demo":
         from .demo import main as command
+
+        return command(args)
+    if args.command == "gpu-check":
+        from .gpu_check import main as command
 
         return command(args)
     if args.command == "simulate":

@@ -30,7 +30,8 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        # (block, sequence, +1 or -1) since last asked: for the memory map
+        # (block, sequence, +1 or -1) since last asked: for the memory map. "" stands for the prefix cache,
+        # which keeps what is in a block that nobody holds.
         self._changes: list[tuple[int, str, int]] = []
 
     @property
@@ -71,7 +72,8 @@ class BlockManager:
     def adopt(self, sequence: Sequence, entries: list[Entry]) -> None:
         """Put matched blocks at the head of the empty block table of `sequence`."""
         for entry in entries:
-            self._cached.pop(entry.block, None)
+            if entry.block in self._cached:
+                self._forget(entry.block)
             self._hold(entry.block, sequence)
         sequence.block_keys = list(entries)
 
@@ -94,6 +96,7 @@ class BlockManager:
             if self.ref_counts[block] == 0:
                 if self.prefix_cache and block in self.prefix_cache:
                     self._cached[block] = None
+                    self._changes.append((block, "", 1))
                 else:
                     self._free.append(block)
         del sequence.block_keys[len(sequence.block_table) :]
@@ -103,7 +106,7 @@ class BlockManager:
         self.truncate(sequence, 0)
 
     def drain_changes(self) -> list[tuple[int, str, int]]:
-        """(block, sequence's name, +1 taken or -1 given back) since the last call."""
+        """(block, sequence's name or "" for the prefix cache, +1 taken or -1 given back) since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -121,12 +124,18 @@ class BlockManager:
         """A free block; when there is none, the cached one that was idle longest."""
         if self._free:
             return self._free.popleft()
-        block, _ = self._cached.popitem(last=False)
+        block = next(iter(self._cached))
+        self._forget(block)
         for forgotten in self.prefix_cache.evict(block):
             if forgotten in self._cached:
-                del self._cached[forgotten]
+                self._forget(forgotten)
                 self._free.append(forgotten)
         return block
+
+    def _forget(self, block: int) -> None:
+        """Somebody takes this idle block, or what is in it can't be found any more."""
+        del self._cached[block]
+        self._changes.append((block, "", -1))
 
     def _hold(self, block: int, sequence: Sequence) -> None:
         self.ref_counts[block] += 1

@@ -51,7 +51,8 @@ class StepRecord:
     preempted    requests that lost their blocks since the record before
     finished     request -> finish reason, of those that ended since the record before
     blocks_*     the pool while the forward pass ran
-    owners       (block, request, +1 taken or -1 given back) since the record before
+    owners       (block, request, +1 taken or -1 given back) since the record before; request "" is the
+                 prefix cache: the block is held by nobody, and its content can still be reused
     """
 
     index: int = 0
@@ -109,6 +110,8 @@ class Trace:
         owners: dict[int, list[str]] = {}
         for step in self.steps[: index + 1]:
             for block, name, change in step.owners:
+                if not name:
+                    continue
                 if change > 0:
                     owners.setdefault(block, []).append(name)
                 else:
@@ -116,6 +119,15 @@ class Trace:
                     if not owners[block]:
                         del owners[block]
         return owners
+
+    def cached_at(self, index: int) -> set[int]:
+        """The blocks held by nobody while steps[index] ran whose content could still be reused."""
+        cached: set[int] = set()
+        for step in self.steps[: index + 1]:
+            for block, name, change in step.owners:
+                if not name:
+                    (cached.add if change > 0 else cached.discard)(block)
+        return cached
 
     def token_times(self) -> dict[str, list[float]]:
         """When each request emitted its tokens, in seconds: the end of the step that sampled them."""

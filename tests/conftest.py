@@ -1,11 +1,28 @@
-"""Shared by all tests: no network, torch's threads, and the two models, loaded once."""
+"""Shared by all tests: no network, Triton's interpreter, torch's threads, and the two models, loaded once."""
 
+import ctypes
 import os
 import sys
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; tests need no network
+
+
+def has_gpu():
+    """Whether there is a CUDA GPU. The driver is asked, because importing torch takes seconds."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+# Read when triton is imported, which some model of transformers does: so it is set before any test is. Nothing but our
+# own kernels uses triton here.
+if not has_gpu():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def num_cores():

@@ -127,8 +127,10 @@ def test_reasons_are_those_that_the_scheduler_gave(shadows):
 
 def test_block_counts_are_those_during_the_forward_pass(shadows):
     for run in shadows:
-        for step, seen in zip(run.trace.steps, run.steps, strict=True):
+        for index, (step, seen) in enumerate(zip(run.trace.steps, run.steps, strict=True)):
             assert step.blocks_used == len(seen["owners"])
+            cached = run.trace.cached_at(index)
+            assert len(cached) == step.blocks_cached and cached.isdisjoint(seen["owners"])
             assert step.blocks_used + step.blocks_free == run.config.num_blocks
             assert 0 <= step.blocks_cached <= step.blocks_free  # cached blocks count as free
 

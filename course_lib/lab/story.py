@@ -1,40 +1,51 @@
-"""A trace, read as one `Life` per request: what every timeline is drawn from, and its numbers in words."""
+"""A trace, read as one `Life` per request: what every timeline is drawn from, and its numbers in words.
+
+A request that decodes gets a token in step after step. Such a run is kept as (first place, last
+place), so that reading and drawing cost what changes, not what goes on.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from math import inf
+from operator import itemgetter
 
 from ..trace import Trace
+
+Run = tuple[int, int]  # places in trace.steps, both included
 
 
 @dataclass
 class Life:
     """What happened to one request, or to several that share a row.
 
-    Times are in seconds since the first arrival, tokens and steps are places in `trace.steps`.
+    Times are in seconds since the first arrival; decodes, prefills, preempted and tokens are places
+    in `trace.steps`.
     """
 
     label: str
     prompt_tokens: int
     arrival: float
-    decodes: list[int] = field(default_factory=list)
+    decodes: list[Run] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)  # (place, first token, last token)
     waits: list[tuple[float, float, str]] = field(default_factory=list)  # (from, to, reason)
     preempted: list[int] = field(default_factory=list)  # as the step began
-    tokens: list[int] = field(default_factory=list)  # a token arrives as the step ends
-    gaps: list[float] = field(default_factory=list)  # between two tokens
-    stall: float = 0.0  # the longest gap
+    tokens: list[Run] = field(default_factory=list)  # a token arrives as the step ends
+    stall: float = 0.0  # the longest gap between two tokens
     ttft: float | None = None
     end: float | None = None
     is_cut: bool = False  # ended before its time: cancelled, or by an error
     size: int = 1  # requests
 
-    def gaps_from(self, least: float) -> list[tuple[int, int]]:
-        """The places of the two tokens around each gap of at least `least` seconds."""
-        if not self.gaps or self.stall < least:
-            return []
-        return [(self.tokens[i], self.tokens[i + 1]) for i, gap in enumerate(self.gaps) if gap >= least]
+    @property
+    def num_tokens(self) -> int:
+        return sum(last - first + 1 for first, last in self.tokens)
+
+    @property
+    def breaks(self) -> list[Run]:
+        """The places of the tokens before and after each pause of at least a step."""
+        return [(before[1], after[0]) for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
 
 
 @dataclass
@@ -44,6 +55,7 @@ class Story:
     lives: list[Life]  # in order of arrival
     starts: list[float]  # of the steps
     ends: list[float]
+    steps: list[float]  # from the end of the step before to the end of this one
     numbers: list[int]  # what the engine calls the steps
     used: list[tuple[int, int]]  # (decode, prefill) tokens of each step
     budget: int  # tokens a step may have
@@ -51,6 +63,7 @@ class Story:
     typical_gap: float  # the median gap between two tokens
     long_prompt: int  # a prompt of more tokens than this stands out
     stalled: Life | None  # the request with the longest gap
+    _slow: dict[float, list[int]] = field(default_factory=dict)
 
     @property
     def reasons(self) -> list[str]:
@@ -61,6 +74,26 @@ class Story:
     def has_stall(self) -> bool:
         """Is the longest gap out of the ordinary?"""
         return self.stalled is not None and 0 < self.stalled.stall >= 1.5 * self.typical_gap
+
+    def gap(self, before: int, after: int) -> float:
+        """Seconds between the tokens of two steps."""
+        return round(self.ends[after] - self.ends[before], 9)
+
+    def long_gaps(self, life: Life, least: float) -> list[Run]:
+        """The places of the two tokens around each gap of at least `least` seconds, in order."""
+        if life.num_tokens < 2 or life.stall < least:
+            return []
+        slow = self._slow_steps(least)
+        gaps = [pair for pair in life.breaks if self.gap(*pair) >= least]
+        for first, last in life.tokens:
+            gaps += [(place - 1, place) for place in slow[bisect_right(slow, first) : bisect_right(slow, last)]]
+        return sorted(gaps)
+
+    def _slow_steps(self, least: float) -> list[int]:
+        """The steps that keep whoever gets a token in each waiting for `least` seconds."""
+        if least not in self._slow:
+            self._slow[least] = [place for place, gap in enumerate(self.steps) if gap >= least]
+        return self._slow[least]
 
 
 def read(trace: Trace, labels: dict[str, str] | None = None) -> Story:
@@ -74,47 +107,86 @@ def read(trace: Trace, labels: dict[str, str] | None = None) -> Story:
         return round(t - zero, 9)
 
     lives = {r.name: Life(labels.get(r.name, r.name), r.prompt_tokens, since(r.arrival_time)) for r in requests}
-    used = _read_steps(trace, lives)
+    starts, ends = [since(step.start) for step in steps], [since(step.end) for step in steps]
+    finished = [since(request.finish_time) for request in requests if request.finish_time is not None]
+    prompts = sorted(request.prompt_tokens for request in requests) or [0]
+    story = Story(
+        lives=list(lives.values()), starts=starts, ends=ends, numbers=[step.index for step in steps],
+        steps=[round(end - before, 9) for before, end in zip([0.0, *ends], ends, strict=False)],
+        used=_read_steps(trace, lives),
+        budget=0, duration=max([*ends[-1:], *finished], default=0.0), typical_gap=0.0,
+        long_prompt=max(4 * prompts[len(prompts) // 2], prompts[-9:][0]),  # so at most eight stand out
+        stalled=None,
+    )  # fmt: skip
+    story.budget = trace.config.get("max_num_batched_tokens") or max((d + p for d, p in story.used), default=0)
     for request in requests:
         life = lives[request.name]
-        times = [steps[place].end for place in life.tokens]
-        life.gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-        life.stall = max(life.gaps, default=0.0)
-        life.ttft = times[0] - request.arrival_time if times else None
+        life.stall = _longest_gap(story, life)
+        life.ttft = steps[life.tokens[0][0]].end - request.arrival_time if life.tokens else None
         life.end = None if request.finish_time is None else since(request.finish_time)
         life.is_cut = request.finish_reason in ("cancelled", "error")
-    starts, ends = [since(step.start) for step in steps], [since(step.end) for step in steps]
-    duration = max(ends[-1:] + [life.end for life in lives.values() if life.end is not None], default=0.0)
-    _read_waits(trace, lives, starts, duration)
-    gaps = sorted(gap for life in lives.values() for gap in life.gaps)
-    prompts = sorted(request.prompt_tokens for request in requests) or [0]
-    return Story(
-        lives=list(lives.values()), starts=starts, ends=ends, numbers=[step.index for step in steps], used=used,
-        budget=trace.config.get("max_num_batched_tokens") or max((d + p for d, p in used), default=0),
-        duration=duration, typical_gap=gaps[len(gaps) // 2] if gaps else 0.0,
-        long_prompt=max(4 * prompts[len(prompts) // 2], prompts[-9:][0]),  # so at most eight stand out
-        stalled=max((life for life in lives.values() if life.gaps), key=lambda life: life.stall, default=None),
-    )  # fmt: skip
+    _read_waits(trace, lives, starts, story.duration)
+    story.typical_gap = _typical_gap(story)
+    streams = (life for life in story.lives if life.num_tokens > 1)
+    story.stalled = max(streams, key=lambda life: life.stall, default=None)
+    return story
 
 
 def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
     """Fill in chunks, tokens and preemptions; returns the (decode, prefill) tokens of each step."""
     used = []
+    decoding: dict[str, int] = {}  # request -> where its present run began
+    emitting: dict[str, int] = {}
+
+    def follow(now, open_runs: dict[str, int], place: int, kind: str) -> None:
+        """Begin and end the runs of those that changed."""
+        for name in open_runs.keys() - now:
+            getattr(lives[name], kind).append((open_runs.pop(name), place - 1))
+        for name in now - open_runs.keys():
+            open_runs[name] = place
+
     for place, step in enumerate(trace.steps):
-        decode = prefill = 0
-        for name, start, num_tokens, kind, _ in step.chunks:
-            if kind == "decode":
-                lives[name].decodes.append(place)
-                decode += num_tokens
-            else:
-                lives[name].prefills.append((place, start, start + num_tokens - 1))
-                prefill += num_tokens
-        for name in step.tokens:
-            lives[name].tokens.append(place)
+        prefills = [chunk for chunk in step.chunks if chunk[3] != "decode"]  # few, while decodes may be hundreds
+        for name, start, num_tokens, _, _ in prefills:
+            lives[name].prefills.append((place, start, start + num_tokens - 1))
+        decodes = set(map(itemgetter(0), step.chunks)).difference([chunk[0] for chunk in prefills])
+        follow(decodes, decoding, place, "decodes")
+        follow(step.tokens.keys(), emitting, place, "tokens")
         for name in step.preempted:
             lives[name].preempted.append(place)
-        used.append((decode, prefill))
+        used.append((len(decodes), sum(chunk[2] for chunk in prefills)))
+    follow(set(), decoding, len(used), "decodes")
+    follow(set(), emitting, len(used), "tokens")
     return used
+
+
+def _longest_gap(story: Story, life: Life) -> float:
+    """The longest time between two tokens in a row; 0 when there are fewer than two."""
+    longest = max((story.gap(*pair) for pair in life.breaks), default=0.0)
+    for first, last in life.tokens:
+        longest = max([longest, *story.steps[first + 1 : last + 1]])
+    return longest
+
+
+def _typical_gap(story: Story) -> float:
+    """The median of all gaps, counted step by step instead of one by one."""
+    change = [0] * (len(story.steps) + 1)  # in how many requests' runs does a step lie?
+    counts: list[tuple[float, int]] = []
+    for life in story.lives:
+        counts += [(story.gap(*pair), 1) for pair in life.breaks]
+        for first, last in life.tokens:
+            change[first + 1] += 1
+            change[last + 1] -= 1
+    inside = 0
+    for gap, delta in zip(story.steps, change, strict=False):
+        inside += delta
+        counts.append((gap, inside))
+    half = sum(count for _, count in counts) // 2
+    for gap, count in sorted(counts):
+        half -= count
+        if half < 0:
+            return gap
+    return 0.0
 
 
 def _read_waits(trace: Trace, lives: dict[str, Life], starts: list[float], duration: float) -> None:
@@ -155,19 +227,38 @@ def merged(lives: list[Life]) -> Life:
         label=lives[0].label if len(lives) == 1 else f"{lives[0].label} to {lives[-1].label}",
         prompt_tokens=max(life.prompt_tokens for life in lives),
         arrival=lives[0].arrival,
-        decodes=sorted({place for life in lives for place in life.decodes}),
+        decodes=_union(run for life in lives for run in life.decodes),
         prefills=sorted(prefill for life in lives for prefill in life.prefills),
         waits=sorted(wait for life in lives for wait in life.waits),
         preempted=sorted(place for life in lives for place in life.preempted),
-        tokens=worst.tokens, gaps=worst.gaps, stall=worst.stall, ttft=worst.ttft,
+        tokens=worst.tokens, stall=worst.stall, ttft=worst.ttft,
         end=None if None in ends else max(ends), is_cut=all(life.is_cut for life in lives), size=len(lives),
     )  # fmt: skip
 
 
-def grouped(lives: list[Life], most: int) -> list[Life]:
-    """At most `most` rows: neighbours in arrival share one when there are more."""
-    size = -(-len(lives) // most)
-    return lives if size <= 1 else [merged(lives[i : i + size]) for i in range(0, len(lives), size)]
+def _union(runs) -> list[Run]:
+    """The places that lie in any of the runs, as runs."""
+    union: list[Run] = []
+    for first, last in sorted(runs):
+        if union and first <= union[-1][1] + 1:
+            union[-1] = (union[-1][0], max(union[-1][1], last))
+        else:
+            union.append((first, last))
+    return union
+
+
+def grouped(story: Story, most: int) -> list[Life]:
+    """About `most` rows: neighbours in arrival share one when there are more. Prompts that stand out keep their own."""
+    size = -(-len(story.lives) // most)
+    if size <= 1:
+        return story.lives
+    rows: list[list[Life]] = []
+    for life in story.lives:
+        is_long = life.prompt_tokens > story.long_prompt
+        if not rows or is_long or len(rows[-1]) == size or rows[-1][0].prompt_tokens > story.long_prompt:
+            rows.append([])
+        rows[-1].append(life)
+    return [merged(row) for row in rows]
 
 
 # ---- in words -------------------------------------------------------------------------------------
@@ -211,6 +302,17 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def joined_lines(words: list[str], width: int, join: str) -> list[str]:
+    """Words side by side, in lines of at most `width` characters."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(join) + len(word) <= width:
+            lines[-1] += join + word
+        else:
+            lines.append(word)
+    return lines
+
+
 def headline(story: Story) -> list[str]:
     """The numbers that sum up a run."""
     parts = [plural(len(story.lives), "request"), f"{plural(len(story.ends), 'step')} in {seconds(story.duration)}"]
@@ -232,7 +334,7 @@ def describe(story: Story) -> str:
     requests = plural(len(story.lives), "request")
     if not story.ends:
         return f"Timeline of {requests}: no step has run yet."
-    decodes = sum(len(life.decodes) for life in story.lives)
+    decodes = sum(last - first + 1 for life in story.lives for first, last in life.decodes)
     sizes = [last - first + 1 for life in story.lives for _, first, last in life.prefills]
     preempted = sum(len(life.preempted) for life in story.lives)
     cut = sum(life.is_cut for life in story.lives)
@@ -246,7 +348,7 @@ def describe(story: Story) -> str:
 
 def _describe_gap(story: Story, life: Life) -> str:
     """The longest gap, whose it is, and what the engine did meanwhile."""
-    before, after = life.gaps_from(life.stall)[0]
+    before, after = story.long_gaps(life, life.stall)[0]
     text = f"The longest gap between two tokens is {seconds(life.stall)}"
     if not story.has_stall:
         return f"{text}: every stream flows."

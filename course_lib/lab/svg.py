@@ -6,7 +6,10 @@ Standard library only; whole numbers only, so that the same picture is the same 
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from html import escape
+
+PAD = 16  # between the edge of a picture and what is drawn
 
 # Okabe-Ito colours, for a light and a dark page. The background is the picture's own: inside an
 # <img> it can't see the page's, and a colour that is right on both doesn't exist.
@@ -18,19 +21,30 @@ STYLE = {
     "on": ("fill", "#111", "#111"),
     "grid": ("fill", "#eee", "#232323"),
     "prefill": ("fill", "#d55e00", "#e8751a"),
+    "hatch": ("stroke", "#f2a469", "#a84c00"),
     "decode": ("fill", "#0072b2", "#3d9bd6"),
     "tick": ("stroke", "#0072b2", "#3d9bd6"),
     "stream": ("fill", "#9cc7e0", "#27516b"),
     "unused": ("fill", "#ececec", "#2a2a2a"),
     "stall": ("fill", "#f7e3ef", "#4a2843"),
     "wait": ("stroke", "#767676", "#9aa0a6"),
-    "first": ("fill", "#009e73", "#2bbf95"),
+    "first": ("fill", "#009e73", "#35cf9f"),
     "end": ("fill", "#333", "#ddd"),
     "cancel": ("stroke", "#333", "#ddd"),
     "preempt": ("fill", "#9c3f77", "#e39ac4"),
     "brace": ("stroke", "#9c3f77", "#e39ac4"),
+    "limit": ("stroke", "#333", "#ddd"),
+    "free": ("fill", "#ececec", "#2a2a2a"),
+    "kept": ("stroke", "#8a8a8a", "#8a8a8a"),
+    "cellgrid": ("fill", "#fff", "#111"),
+    "write": ("fill", "#222", "#fff"),
+    "part": ("fill", "#fff", "#c4c4c4"),
+    "shared": ("fill", "#222", "#111"),
 }
-SLANTED = ("first", "preempt", "cancel")  # shapes whose edges are smoothed; all others are crisp
+# One colour per owner, in turn; a label says which owner. Dark letters are legible on each.
+OWNERS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7")
+STYLE |= {f"own{number}": ("fill", colour, colour) for number, colour in enumerate(OWNERS)}
+SLANTED = ("first", "preempt", "cancel", "hatch", "kept", "shared")  # lines that are smoothed; all others are crisp
 
 
 def css() -> str:
@@ -42,8 +56,9 @@ def css() -> str:
     for name, (what, light, dark) in STYLE.items():
         only = "fill:none;stroke-width:1;" if what == "stroke" else ""
         rules.append(f".lm-{name}{{{only}{what}:{light};{what}:light-dark({light},{dark})}}")
-    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-s{font-size:9px}")
-    rules.append(".lm-first,.lm-preempt{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
+    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-limit{stroke-dasharray:5 3}.lm-s{font-size:9px}")
+    rules.append(".lm-first,.lm-preempt,.lm-halo{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
+    rules.append(".lm-halo{stroke-width:4}")
     return "".join(rules)
 
 
@@ -64,6 +79,16 @@ def cross(x: int, y: int, r: int) -> str:
     return f"M{x - r} {y - r}l{2 * r} {2 * r}m0-{2 * r}l-{2 * r} {2 * r}"
 
 
+def hatch(left: int, right: int, top: int, height: int, pitch: int = 6) -> str:
+    """Slanted lines inside a box: the second code of a colour. Nothing in a box too small for them."""
+    slant = height // 2
+    count = (right - left - slant - 1) // pitch + 1
+    if count < 1 or height < 6:
+        return ""
+    first = left + (right - left - slant - (count - 1) * pitch) // 2
+    return f"M{first} {top + height}" + f"l{slant}-{height}m{pitch - slant} {height}" * (count - 1) + f"l{slant}-{height}"
+
+
 def text_width(text: str, size: int = 11) -> int:
     """Pixels, on the safe side: fonts differ."""
     return len(text) * size * 63 // 100
@@ -74,6 +99,58 @@ def short(text: str, width: int, size: int = 11) -> str:
     while text_width(text, size) > width:
         text = text[:-2] + "…"
     return text
+
+
+def wrapped(parts: list[str], width: int, join: str = " · ") -> list[str]:
+    """Parts of a sentence in as many lines as they need."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and text_width(lines[-1] + join + part) <= width:
+            lines[-1] += join + part
+        else:
+            lines.append(short(part, width))
+    return lines
+
+
+@dataclass(frozen=True)
+class Area:
+    """A rectangle of pixels."""
+
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+    @property
+    def size(self) -> int:
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    def label(self, text: str) -> Area:
+        """What a text takes in the middle of the area."""
+        x, y, half = (self.left + self.right) // 2, (self.top + self.bottom) // 2, text_width(text) // 2 + 3
+        return Area(x - half, x + half, y - 7, y + 7)
+
+    def is_apart(self, other: Area) -> bool:
+        beside = self.right <= other.left or other.right <= self.left
+        return beside or self.bottom <= other.top or other.bottom <= self.top
+
+
+def areas(rows: list[tuple[int, int, tuple[int, int] | None]], room: int) -> list[Area]:
+    """Rectangles, at least `room` wide, inside the intervals of neighbouring rows.
+
+    rows: (top, bottom, (left, right) of its interval or None), from the top down.
+    """
+    found: list[Area] = []
+    area = None
+    for top, bottom, interval in rows:
+        left, right = interval or (0, 0)
+        if area and min(right, area.right) - max(left, area.left) >= room:
+            area = Area(max(left, area.left), min(right, area.right), area.top, bottom)
+            continue
+        if area:
+            found.append(area)
+        area = Area(left, right, top, bottom) if right - left >= room else None
+    return [*found, area] if area else found
 
 
 class Svg:
@@ -91,7 +168,7 @@ class Svg:
             self.parts.append(f'<path class="lm-{kind}{crisp}" d="{data}"/>')
 
     def text(self, x: int, y: int, text: str, classes: str = "ink") -> None:
-        """classes: a colour, then b bold, s small, m middle or e end of the text at x."""
+        """classes: a colour, then b bold, s small, m middle or e end of the text at x, halo its edge."""
         names = " ".join(f"lm-{name}" for name in classes.split())
         self.parts.append(f'<text x="{x}" y="{y}" class="{names}">{escape(text, quote=False)}</text>')
 

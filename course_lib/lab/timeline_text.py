@@ -61,11 +61,11 @@ def _row(life: Life, columns: _Columns, unicode: bool) -> list[Cell]:
             cells[column] = (kind, glyph or GLYPHS[kind][unicode])
 
     if life.tokens:
-        paint("stream", range(columns.ends[life.tokens[0]], columns.ends[life.tokens[-1]]))
+        paint("stream", range(columns.ends[life.tokens[0][0]], columns.ends[life.tokens[-1][1]]))
     for start, end, reason in life.waits:
         paint("wait", _wait_span(columns, start, end))
-    paint("decode", (columns.ends[place] for place in life.decodes))
-    paint("first", (columns.ends[place] for place in life.tokens[:1]))
+    paint("decode", (columns.ends[place] for first, last in life.decodes for place in range(first, last + 1)))
+    paint("first", (columns.ends[first] for first, _ in life.tokens[:1]))
     for number, (place, _, _) in enumerate(life.prefills):
         digit = "P" if life.size > 1 else str(number % 10)
         paint("prefill", columns.span(place), "█▓"[number % 2] if unicode else digit)
@@ -93,7 +93,7 @@ def _write(cells: list[Cell], kind: str, where: range, text: str) -> None:
 
 def _write_stall(cells: list[Cell], story: Story, columns: _Columns) -> None:
     """Write the longest gap into the row where it happened."""
-    before, after = story.stalled.gaps_from(story.stalled.stall)[0]
+    before, after = story.long_gaps(story.stalled, story.stalled.stall)[0]
     where = range(columns.ends[before] + 1, columns.ends[after])
     _write(cells, "stream", where, f" no token for {seconds(story.stalled.stall)} ")
 
@@ -157,7 +157,7 @@ def timeline_text(trace: Trace, *, by: str = "time", width: int = 100, color: bo
     max_rows rows at most; with more requests, neighbours share one
     """
     story = read(trace, labels)
-    lives = grouped(story.lives, max_rows)
+    lives = grouped(story, max_rows)
     margin = min(16, max([len(life.label) for life in lives] + [len("budget")]))
     columns = _Columns(story, by, max(10, width - margin - 3 - 2 * NUMBERS))
     rows = [_row(life, columns, unicode) for life in lives]
@@ -173,7 +173,7 @@ def timeline_text(trace: Trace, *, by: str = "time", width: int = 100, color: bo
     lines = [", ".join(headline(story)), legend, line(by, _axis_row(columns), "TTFT", "max gap", edge=" ")]
     for life, cells in zip(lives, rows, strict=True):
         ttft = "" if life.ttft is None else seconds(life.ttft)
-        lines.append(line(life.label, _join(cells, color), ttft, seconds(life.stall) if life.gaps else ""))
+        lines.append(line(life.label, _join(cells, color), ttft, seconds(life.stall) if life.num_tokens > 1 else ""))
     scale = "full = █" if unicode else "0-9: tenths, #: full"
     lines.append(line("budget", _join(_budget_row(columns, unicode), color)))
     lines.append(f"budget: tokens per step of {story.budget} ({scale})")

@@ -7,6 +7,8 @@ are called through transformers' AttentionInterface, so a model's own forward is
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,28 @@ from . import cpu_paged
 from .reference import attend as reference
 from .torch_paged import attend as torch_paged
 
-BACKENDS = {"reference": reference, "torch_paged": torch_paged, "cpu_paged": cpu_paged.attend}
+
+def attend_with_triton(query: torch.Tensor, layer: int, paged: PagedContext, scaling: float) -> torch.Tensor:
+    """query [T, heads, head_dim] -> output [T, heads, head_dim], by our own GPU kernels."""
+    return triton_kernels().attend(query, layer, paged, scaling)
+
+
+def triton_kernels():
+    """The module triton_paged. It is imported, and triton with it, when its kernels are used and not before."""
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "attention='triton_paged' needs the package triton, which isn't installed here (PyTorch's CUDA builds for "
+            "Linux bring it along). attention='torch_paged' runs without it"
+        )
+    return importlib.import_module(".triton_paged", __name__)
+
+
+BACKENDS = {
+    "reference": reference,
+    "torch_paged": torch_paged,
+    "cpu_paged": cpu_paged.attend,
+    "triton_paged": attend_with_triton,
+}
 
 IMPLEMENTATION = "course_lib_paged"  # our name in transformers' AttentionInterface
 
@@ -29,9 +52,13 @@ def choose_backend(
     has_kernel = cpu_paged.is_available(num_heads, num_kv_heads, head_dim, dtype, device)
     if name == "cpu_paged" and not has_kernel:
         raise ValueError(f"attention='cpu_paged' can't be used here: {cpu_paged.NEEDS}")
-    if name == "auto":
-        return "cpu_paged" if has_kernel else "torch_paged"
-    return name
+    if name == "triton_paged":
+        triton_kernels()  # raises where triton is missing
+    if name != "auto":
+        return name
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return "triton_paged"
+    return "cpu_paged" if has_kernel else "torch_paged"
 
 
 class Decodes(NamedTuple):
@@ -54,15 +81,16 @@ class PagedContext:
     slot_mapping     [T]  slots that the step's K/V is written to
     query_start_loc  S + 1 row numbers (plain ints)
     context_lens     S lengths (plain ints)
+    plans            what triton_paged.py keeps from the first layer to the last
     """
 
     def __init__(self, batch: Batch, kv_cache: KVCache, attend) -> None:
+        self.batch = batch
         self.kv_cache = kv_cache
         self.attend = attend
         self.query_start_loc = batch.query_start_loc
         self.context_lens = batch.context_lens
-        self._block_tables = batch.block_tables
-        self._block_size = batch.block_size
+        self.plans: dict = {}
         self._device = kv_cache.k.device
         self.slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self._device)
         self._slots: dict[int, torch.Tensor] = {}
@@ -73,15 +101,19 @@ class PagedContext:
 
         query [T, heads, head_dim], key and value [T, kv_heads, head_dim]; returns [T, heads, head_dim].
         """
+        if self.attend is attend_with_triton:
+            with torch.cuda.device_of(query):  # the GPU on which Triton starts its kernels
+                triton_kernels().store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
+                return self.attend(query, layer, self, scaling)
         self.kv_cache.store(layer, key, value, self.slot_mapping)
         return self.attend(query, layer, self, scaling)
 
     def context_slots(self, s: int) -> torch.Tensor:
         """Where the K/V of sequence s lies, position by position: [context_len]."""
         if s not in self._slots:
-            blocks = torch.tensor(self._block_tables[s], dtype=torch.int64, device=self._device)
-            offsets = torch.arange(self._block_size, device=self._device)
-            self._slots[s] = (blocks[:, None] * self._block_size + offsets).flatten()[: self.context_lens[s]]
+            blocks = torch.tensor(self.batch.block_tables[s], dtype=torch.int64, device=self._device)
+            offsets = torch.arange(self.batch.block_size, device=self._device)
+            self._slots[s] = (blocks[:, None] * self.batch.block_size + offsets).flatten()[: self.context_lens[s]]
         return self._slots[s]
 
     def mask(self, s: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -111,8 +143,8 @@ class PagedContext:
         """The sequences with one token in this step, the longest first, so that threads end together."""
         lens, starts = self.context_lens, self.query_start_loc
         ones = sorted(set(range(len(lens))) - set(self.chunks), key=lambda s: -lens[s])
-        width = max((len(self._block_tables[s]) for s in ones), default=0)
-        tables = [self._block_tables[s] + [0] * (width - len(self._block_tables[s])) for s in ones]
+        width = max((len(self.batch.block_tables[s]) for s in ones), default=0)
+        tables = [self.batch.block_tables[s] + [0] * (width - len(self.batch.block_tables[s])) for s in ones]
         as_tensor = functools.partial(torch.tensor, dtype=torch.int64, device=self._device)
         return Decodes(len(ones), as_tensor([starts[s] for s in ones]), as_tensor(tables), as_tensor([lens[s] for s in ones]))
 
@@ -126,6 +158,12 @@ def paged_attention_forward(module, query, key, value, attention_mask, scaling=N
     for unsupported in ("softcap", "s_aux"):
         if kwargs.get(unsupported) is not None:
             raise NotImplementedError(f"this model's attention uses {unsupported}, which the paged backends don't know")
+    window = kwargs.get("sliding_window")
+    if window is not None and max(paged.context_lens) > window:  # a shorter context lies within it
+        raise NotImplementedError(
+            f"this model's attention has a sliding window of {window} tokens, which the paged backends don't know: "
+            f"a context of {max(paged.context_lens)} tokens is too long for them"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return paged.attention(module.layer_idx, query, key, value, scaling)[None], None
