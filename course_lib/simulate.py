@@ -23,7 +23,7 @@ from .workloads import Request, at_rate, long_documents, read_azure, read_moonca
 HEAD_START = 8  # tokens that each stream has when the long prompt arrives
 BLOCK_SIZE = 16
 MAX_TIMELINE = 400  # steps that a timeline in characters can still show
-MAX_ROWS = 17  # in it; requests next to one another share a row
+MAX_ROWS = 8  # in it; neighbours share a row, a long prompt has its own
 
 Chunk = int | None
 
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         for title, trace in runs.items():
             if len(trace.steps) <= MAX_TIMELINE:
                 print(f"\n{title}")
-                print(timeline_text(trace, width=terminal_width(), color=sys.stdout.isatty(), max_rows=rows_for(args.running)))
+                print(timeline_text(trace, width=terminal_width(), color=sys.stdout.isatty(), max_rows=MAX_ROWS))
     print(f"\n{table(runs, stall_columns if is_stall else traffic_columns(Targets(args.ttft, args.itl)))}")
     return 0
 
@@ -161,12 +161,6 @@ def describe(args: argparse.Namespace, requests: list[Request]) -> str:
     origin = "made with --seed " + str(args.seed) if args.trace is None else Path(args.trace).name
     span = requests[-1].arrival_time
     return f"{len(requests):,} requests in {span:,.0f} s ({origin})"
-
-
-def rows_for(running: int) -> int:
-    """Rows of the timeline, so that as few streams as can be share the last one with the long prompt."""
-    requests = running + 1
-    return min(range(min(requests, MAX_ROWS), 0, -1), key=lambda rows: running % -(-requests // rows))
 
 
 # ---- the table ------------------------------------------------------------------------------------
