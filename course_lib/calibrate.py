@@ -85,8 +85,8 @@ def observations(trace: Trace) -> list[Observation]:
 def fit(steps: Iterable[Observation]) -> FittedCost:
     """The non-negative coefficients with the least squared relative error over every other step.
 
-    The steps in between are held out, and give the errors. Steps that took far longer or shorter than the rest
-    suggests (another program had the machine) are left out of a second fit, never of the errors.
+    The steps in between are held out, and give the errors. Since errors are relative, a step that took far too long
+    (another program had the machine) counts like one that is wholly wrong, not as many times that.
     Raises ValueError for fewer than 20 steps, or a time that isn't above 0.
     """
     steps = list(steps)
@@ -95,11 +95,7 @@ def fit(steps: Iterable[Observation]) -> FittedCost:
     for _, seconds in steps:
         check_number("seconds", seconds, "above 0", lambda x: x > 0)
     fitted, held_out = steps[::2], steps[1::2]
-    first = FittedCost(*_least_squares(fitted))
-    errors = relative_errors(first, fitted)
-    usual = 3 * percentile(errors, 50)
-    kept = [step for step, error in zip(fitted, errors, strict=True) if error <= usual]
-    coefficients = _least_squares(kept) if usual else first.coefficients
+    coefficients = _least_squares(fitted)
     errors = relative_errors(FittedCost(*coefficients), held_out)
     return FittedCost(*coefficients, percentile(errors, 50), percentile(errors, 90), len(held_out))
 

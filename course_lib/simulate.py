@@ -23,7 +23,7 @@ from .workloads import Request, at_rate, long_documents, read_azure, read_moonca
 HEAD_START = 8  # tokens that each stream has when the long prompt arrives
 BLOCK_SIZE = 16
 MAX_TIMELINE = 400  # steps that a timeline in characters can still show
-MAX_ROWS = 17  # in it; requests next to one another share a row
+MAX_ROWS = 8  # in it; neighbours share a row, a long prompt has its own
 
 Chunk = int | None
 
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         for title, trace in runs.items():
             if len(trace.steps) <= MAX_TIMELINE:
                 print(f"\n{title}")
-                print(timeline_text(trace, width=terminal_width(), color=sys.stdout.isatty(), max_rows=rows_for(args.running)))
+                print(timeline_text(trace, width=terminal_width(), color=sys.stdout.isatty(), max_rows=MAX_ROWS))
     print(f"\n{table(runs, stall_columns if is_stall else traffic_columns(Targets(args.ttft, args.itl)))}")
     return 0
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Trace]:
     def serve(chunk: Chunk, scheduler: type, requests: list[Request]) -> Trace:
         config = EngineConfig(
             block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget,
-            max_prefill_chunk_size=chunk, enable_prefix_caching=args.trace is not None, policy=args.policy,
+            max_prefill_chunk_size=chunk, enable_prefix_caching=_share(requests), policy=args.policy,
             max_decode_share=args.decode_share,
         )  # fmt: skip
         return simulate(config, requests, model=model, chip=chip, scheduler=scheduler)
@@ -139,6 +139,11 @@ def requests_of(args: argparse.Namespace) -> list[Request] | None:
     return None if args.rate is None else long_documents(args.rate, args.requests or 200, args.seed)
 
 
+def _share(requests: list[Request]) -> bool:
+    """Do two prompts begin alike? Else a prefix cache is only work."""
+    return len({request.prompt[0].content for request in requests}) < len(requests)
+
+
 def _the_stall(args: argparse.Namespace, settings, budget: int, serve) -> list[Request]:
     """The long prompt arrives when every stream has HEAD_START tokens, whatever the setting; they outlast it."""
     check_int("--running", args.running, 0)
@@ -158,12 +163,6 @@ def describe(args: argparse.Namespace, requests: list[Request]) -> str:
     return f"{len(requests):,} requests in {span:,.0f} s ({origin})"
 
 
-def rows_for(running: int) -> int:
-    """Rows of the timeline, so that as few streams as can be share the last one with the long prompt."""
-    requests = running + 1
-    return min(range(min(requests, MAX_ROWS), 0, -1), key=lambda rows: running % -(-requests // rows))
-
-
 # ---- the table ------------------------------------------------------------------------------------
 
 
@@ -180,7 +179,7 @@ def traffic_columns(targets: Targets):
 
     def columns(trace: Trace) -> dict[str, str]:
         requests = of_requests(trace).values()
-        ttfts = [request.ttft for request in requests if request.ttft is not None]
+        ttfts = sorted(request.ttft for request in requests if request.ttft is not None)
         gaps = [gap for request in requests for gap in request.itl]
         return {
             "median TTFT": _ms(percentile(ttfts, 50)),
@@ -196,7 +195,8 @@ def traffic_columns(targets: Targets):
 def _gap_columns(gaps: list[float]) -> dict[str, str]:
     if not gaps:
         return {"longest gap": "-", "P99 ITL": "-", "median ITL": "-"}
-    return {"longest gap": _ms(max(gaps)), "P99 ITL": _ms(percentile(gaps, 99)), "median ITL": _ms(percentile(gaps, 50))}
+    gaps = sorted(gaps)  # once: `percentile` finds it in order
+    return {"longest gap": _ms(gaps[-1]), "P99 ITL": _ms(percentile(gaps, 99)), "median ITL": _ms(percentile(gaps, 50))}
 
 
 def _throughput_columns(trace: Trace) -> dict[str, str]:

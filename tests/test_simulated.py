@@ -432,6 +432,22 @@ def test_calibrating_a_simulated_laptop_gives_its_own_cost_back():
     assert "error on held-out steps: median" in str(cost)
 
 
+def test_what_other_programs_took_of_the_machine_is_not_the_steps_cost():
+    rng = random.Random(1)
+
+    class BusyMachine(SimulatedRunner):
+        def execute(self, batch):
+            before, samples = self.now(), super().execute(batch)
+            self.advance_to(
+                self.now() + rng.choice([0, 0, 0, 3]) * (self.now() - before)
+            )  # every fourth step takes 4 times as long
+            return samples
+
+    quiet = calibrate(SimulatedRunner("smollm2-135m", "laptop"), seconds=1.0)
+    busy = calibrate(BusyMachine("smollm2-135m", "laptop"), seconds=200.0)
+    assert busy.coefficients == pytest.approx(quiet.coefficients, rel=1e-6), "each step had a quiet run among the many"
+
+
 def test_a_fitted_cost_drives_the_simulator():
     engine = simulated_engine("smollm2-135m", "laptop", cost=TRUE)
     engine.add_request(prompt(10), limit(2))
