@@ -13,16 +13,24 @@ LAB_ARGS ?=
 # More arguments for the other commands, for example: make test ARGS="tests/test_loading.py"
 ARGS ?=
 
+# The browser of the tests.
+CHROMIUM ?= /usr/bin/chromium
+export CHROMIUM
+
 BIN := .venv/bin
 ifeq ($(OS),Windows_NT)
 BIN := .venv/Scripts
 endif
 RUN := "$(BIN)/python"
 STAMP := .venv/installed.stamp
+# The lessons' and tests' GPU kernels run on a CPU in Triton's interpreter. A CUDA build of torch brings its own Triton;
+# for a CPU build on Linux (there are no packages for other systems) this one is added.
+TRITON := triton==3.9.0
+NEEDS_TRITON := import importlib.util as u, sys, torch; sys.exit(sys.platform == 'linux' and torch.version.cuda is None and not u.find_spec('triton'))
 # Jupyter refuses to run as root (in a container, say) unless told that this is meant.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u 2>/dev/null)),--allow-root)
 
-.PHONY: help lab test demo notebooks bench gpu-check doctor clean
+.PHONY: help lab test browser demo notebooks bench gpu-check doctor clean
 
 help:
 	@echo "make lab        open the course in JupyterLab, at lesson 00"
@@ -38,8 +46,14 @@ lab: $(STAMP)
 	$(RUN) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_the_stall.ipynb \
 		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ALLOW_ROOT) $(LAB_ARGS)
 
-test: $(STAMP)
+test: $(STAMP) browser
 	$(RUN) -m pytest $(ARGS)
+
+# The views are tested in a real JupyterLab in Chromium. Without one those tests are skipped, and say so.
+browser:
+	@test -x "$(CHROMIUM)" || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		{ echo "Installing Chromium for the browser tests"; apt-get update -qq; apt-get install -y -qq chromium >/dev/null; }; } || \
+		echo "No Chromium at $(CHROMIUM): the browser tests will be skipped (sudo apt-get install chromium, or CHROMIUM=path)"
 
 demo: $(STAMP)
 	$(RUN) -m course_lib demo $(ARGS)
@@ -71,5 +85,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing the course and what it needs (some minutes the first time)"
 	$(RUN) -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
 		-c constraints.txt -e ".[test]"
+	@$(RUN) -c "$(NEEDS_TRITON)" || $(RUN) -m pip install --disable-pip-version-check --no-deps $(TRITON)
 	$(RUN) -m course_lib fetch
 	@touch $(STAMP)

@@ -78,11 +78,15 @@ def transformers_generate_batch(folder: str):
     version, torch, transformers, model = _transformers(folder)
 
     def run(prompts, max_tokens):
-        config = transformers.GenerationConfig(
-            max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
-        )
+        config = transformers.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        # Room for all requests at once, as ours gets. By default the pool is sized from the free memory: several GB,
+        # which are then filled with zeros in each call.
+        blocks = sum(-(-(len(prompt) + max_tokens) // 256) for prompt in prompts)
+        batching = transformers.ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512, use_cuda_graph=False)
         with torch.inference_mode():
-            outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+            outputs = model.generate_batch(
+                inputs=prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
+            )
         found = sorted(outputs.values(), key=lambda output: int(output.request_id.rsplit("_", 1)[-1]))
         return [list(output.generated_tokens) for output in found]
 

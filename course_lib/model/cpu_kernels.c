@@ -30,14 +30,14 @@ INLINE float sum_of(v8 a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[
 #define DEPTH 288
 #define ROWS 84
 
-INLINE void tile(int rows, const float *x, const float *panel, const float *next, const float *add, float *y,
+INLINE void tile(int rows, const float *x, const float *panel, int64_t step, const float *next, const float *add, float *y,
                  int64_t depth, int64_t k, int64_t n)
 {
     v8 sum[TILE_ROWS][2];
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (v8){0};
 #pragma GCC unroll 4
     for (int64_t d = 0; d < depth; d++) {
-        const v8 *w = (const v8 *)(panel + d * PANEL);
+        const v8 *w = (const v8 *)(panel + d * step);
         __builtin_prefetch(next + d * PANEL);
         for (int r = 0; r < rows; r++) {
             float value = x[r * k + d];
@@ -53,6 +53,26 @@ INLINE void tile(int rows, const float *x, const float *panel, const float *next
     }
 }
 
+/* y [rows, 16 columns] (+)= x [rows, depth] times a panel, tile by tile. Rows of x are k apart, those of y and add n,
+   those of the panel `step`. */
+INLINE void column(int64_t rows, const float *x, const float *panel, int64_t step, const float *next, const float *add, float *y,
+                   int64_t depth, int64_t k, int64_t n)
+{
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+        const float *a = x + row * k, *before = add ? add + row * n : NULL;
+        float *out = y + row * n;
+        switch (MIN(rows - row, TILE_ROWS)) {
+        case 1: tile(1, a, panel, step, next, before, out, depth, k, n); break;
+        case 2: tile(2, a, panel, step, next, before, out, depth, k, n); break;
+        case 3: tile(3, a, panel, step, next, before, out, depth, k, n); break;
+        case 4: tile(4, a, panel, step, next, before, out, depth, k, n); break;
+        case 5: tile(5, a, panel, step, next, before, out, depth, k, n); break;
+        default: tile(6, a, panel, step, next, before, out, depth, k, n);
+        }
+        next = panel; /* prefetched once is enough */
+    }
+}
+
 /* n must be a multiple of 16; add may be NULL. */
 void matmul(const float *x, const float *packed, const float *add, float *y, int64_t m, int64_t n, int64_t k)
 {
@@ -60,24 +80,13 @@ void matmul(const float *x, const float *packed, const float *add, float *y, int
     for (int64_t from = 0; from < m; from += ROWS) {
         int64_t to = MIN(from + ROWS, m);
 #pragma omp for schedule(static) nowait
-        for (int64_t column = 0; column < n; column += PANEL)
+        for (int64_t first = 0; first < n; first += PANEL)
             for (int64_t d = 0; d < k; d += DEPTH) {
                 int64_t depth = MIN(DEPTH, k - d);
-                const float *panel = packed + column * k + d * PANEL, *next = panel + depth * PANEL;
-                for (int64_t row = from; row < to; row += TILE_ROWS) {
-                    const float *a = x + row * k + d;
-                    float *out = y + row * n + column;
-                    const float *before = d ? out : add ? add + row * n + column : NULL;
-                    switch (MIN(to - row, TILE_ROWS)) {
-                    case 1: tile(1, a, panel, next, before, out, depth, k, n); break;
-                    case 2: tile(2, a, panel, next, before, out, depth, k, n); break;
-                    case 3: tile(3, a, panel, next, before, out, depth, k, n); break;
-                    case 4: tile(4, a, panel, next, before, out, depth, k, n); break;
-                    case 5: tile(5, a, panel, next, before, out, depth, k, n); break;
-                    default: tile(6, a, panel, next, before, out, depth, k, n);
-                    }
-                    next = panel; /* prefetched once is enough */
-                }
+                const float *panel = packed + first * k + d * PANEL;
+                float *out = y + from * n + first;
+                const float *before = d ? out : add ? add + from * n + first : NULL;
+                column(to - from, x + from * k + d, panel, PANEL, panel + depth * PANEL, before, out, depth, k, n);
             }
     }
 }
@@ -254,5 +263,86 @@ void paged_decode(
             attend_one(q, key, value, o, table, length, block_size, slot, group, 128, scaling);
         else
             attend_one(q, key, value, o, table, length, block_size, slot, group, (int)dim, scaling);
+    }
+}
+
+/* ---- Paged attention of a chunk: many queries of one sequence ----
+
+   Scores and outputs are products of the same tiles as above. First the keys are gathered through the block
+   table into panels of 16 (transposed, so that a panel's row is one number of 16 keys) and the values into rows.
+   Then each task takes up to QUERY_ROWS queries (tokens x the heads that share a K/V head) through the keys, KEYS
+   at a time, with the online softmax; keys behind the last query are never touched. */
+
+#define QUERY_ROWS 48
+#define KEYS 64 /* a multiple of 16 */
+
+INLINE void attend_rows(const float *q, const float *keys, const float *values, float *acc, int64_t rows, int64_t group,
+                        int64_t first_position, int64_t dim)
+{
+    float score[QUERY_ROWS * KEYS], m[QUERY_ROWS], z[QUERY_ROWS];
+    for (int64_t r = 0; r < rows; r++) { m[r] = -1e30f; z[r] = 0; }
+    for (int64_t i = 0; i < rows * dim; i++) acc[i] = 0;
+    const int64_t visible = first_position + (rows - 1) / group + 1; /* keys that the last query may look at */
+    for (int64_t start = 0; start < visible; start += KEYS) {
+        for (int64_t j = 0; j < KEYS && start + j < visible; j += PANEL)
+            column(rows, q, keys + (start + j) * dim, PANEL, keys, NULL, score + j, dim, dim, KEYS);
+        const int64_t count = MIN(KEYS, visible - start);
+        for (int64_t r = 0; r < rows; r++) {
+            float *s = score + r * KEYS, new_m = m[r], sum = 0;
+            const int64_t may = MIN(count, first_position + r / group + 1 - start); /* of these keys, may be looked at */
+            for (int64_t j = 0; j < may; j++) new_m = s[j] > new_m ? s[j] : new_m;
+            for (int64_t j = 0; j < may; j++) { s[j] = expf(s[j] - new_m); sum += s[j]; }
+            for (int64_t j = may > 0 ? may : 0; j < count; j++) s[j] = 0;
+            float rescale = expf(m[r] - new_m);
+            m[r] = new_m;
+            z[r] = z[r] * rescale + sum;
+            for (int64_t d = 0; d < dim; d++) acc[r * dim + d] *= rescale;
+        }
+        for (int64_t d = 0; d < dim; d += PANEL)
+            column(rows, score, values + start * dim + d, dim, values, acc + d, acc + d, count, KEYS, dim);
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < dim; d++) acc[r * dim + d] /= z[r];
+}
+
+/* query and out [queries, heads, dim]: the chunk's rows, those of query `query_stride` floats apart; k and v as above;
+   block_table of the sequence; context_len: its tokens up to the chunk's last. Scratch: 2 x kv_heads x (context_len rounded
+   up to 16) x dim floats. */
+void paged_chunk(const float *query, const float *k, const float *v, float *out, const int64_t *block_table, float *scratch,
+                 int64_t query_stride, int64_t queries, int64_t context_len, int64_t block_size, int64_t heads,
+                 int64_t kv_heads, int64_t dim, float scaling)
+{
+    const int64_t group = heads / kv_heads, slot = kv_heads * dim, tokens = QUERY_ROWS / group;
+    const int64_t panels = (context_len + PANEL - 1) / PANEL, head_size = panels * PANEL * dim;
+    const int64_t blocks = (queries + tokens - 1) / tokens;
+    float *keys = scratch, *values = scratch + kv_heads * head_size;
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < panels * kv_heads; task++) {
+            int64_t head = task % kv_heads, first = task / kv_heads * PANEL, at = head * head_size + first * dim;
+            for (int64_t j = 0; j < PANEL; j++) {
+                int64_t position = MIN(first + j, context_len - 1); /* a short last panel repeats its last key */
+                int64_t row = (block_table[position / block_size] * block_size + position % block_size) * slot + head * dim;
+                for (int64_t d = 0; d < dim; d++) keys[at + d * PANEL + j] = k[row + d];
+                memcpy(values + at + j * dim, v + row, dim * sizeof(float));
+            }
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < blocks * kv_heads; task++) {
+            int64_t head = task % kv_heads, token = (blocks - 1 - task / kv_heads) * tokens; /* the longest first */
+            int64_t count = MIN(tokens, queries - token), first_position = context_len - queries + token;
+            float q[QUERY_ROWS * MAX_HEAD_DIM], acc[QUERY_ROWS * MAX_HEAD_DIM];
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t d = 0; d < group * dim; d++)
+                    q[i * group * dim + d] = query[(token + i) * query_stride + head * group * dim + d] * scaling;
+            const float *own_keys = keys + head * head_size, *own_values = values + head * head_size;
+            if (dim == 64)
+                attend_rows(q, own_keys, own_values, acc, count * group, group, first_position, 64);
+            else
+                attend_rows(q, own_keys, own_values, acc, count * group, group, first_position, dim);
+            for (int64_t i = 0; i < count; i++)
+                memcpy(out + ((token + i) * heads + head * group) * dim, acc + i * group * dim, group * dim * sizeof(float));
+        }
     }
 }

@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "rms_norm": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
     "before_attention": [_POINTER] * 9 + [_INT],
     "after_attention": [_POINTER] * 6 + [_INT],
+    "paged_chunk": [_POINTER] * 6 + [_INT] * 7 + [_FLOAT],
     "paged_decode": [_POINTER] * 7 + [_INT] * 7 + [_FLOAT],
 }
 
@@ -129,6 +130,19 @@ class Kernels:
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr(), decodes.rows.data_ptr(),
             decodes.block_tables.data_ptr(), decodes.context_lens.data_ptr(), query.stride(0), decodes.num_sequences,
             decodes.block_tables.shape[1], block_size, heads, keys.shape[1], head_dim, scaling,
+        )  # fmt: skip
+
+    def paged_chunk(self, query, keys, values, output, block_table, context_len: int, block_size: int, scaling: float) -> None:
+        """Attention of one sequence's chunk, into `output` [n, heads, head_dim]; its last query is the context's last token.
+
+        query [n, heads, head_dim], its rows may lie apart; block_table int64; keys and values as below.
+        """
+        queries, heads, head_dim = query.shape
+        kv_heads = keys.shape[1]
+        scratch = query.new_empty(2, kv_heads, -(-context_len // PANEL) * PANEL, head_dim)
+        self._paged_chunk(
+            query.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr(), block_table.data_ptr(), scratch.data_ptr(),
+            query.stride(0), queries, context_len, block_size, heads, kv_heads, head_dim, scaling,
         )  # fmt: skip
 
 

@@ -94,6 +94,7 @@ class PagedContext:
         self.plans: dict = {}
         self._device = kv_cache.k.device
         self.slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self._device)
+        self._tables: dict[int, torch.Tensor] = {}
         self._slots: dict[int, torch.Tensor] = {}
         self._masks: dict[int, torch.Tensor | None] = {}
 
@@ -109,10 +110,16 @@ class PagedContext:
         """Attention of query [T, heads, head_dim] over all cached K/V of its sequences; the same shape."""
         return self._backend(query, layer, self, scaling)
 
+    def block_table(self, s: int) -> torch.Tensor:
+        """The blocks of sequence s: [number of blocks], int64."""
+        if s not in self._tables:
+            self._tables[s] = torch.tensor(self.batch.block_tables[s], dtype=torch.int64, device=self._device)
+        return self._tables[s]
+
     def context_slots(self, s: int) -> torch.Tensor:
         """Where the K/V of sequence s lies, position by position: [context_len]."""
         if s not in self._slots:
-            blocks = torch.tensor(self.batch.block_tables[s], dtype=torch.int64, device=self._device)
+            blocks = self.block_table(s)
             offsets = torch.arange(self.batch.block_size, device=self._device)
             self._slots[s] = (blocks[:, None] * self.batch.block_size + offsets).flatten()[: self.context_lens[s]]
         return self._slots[s]

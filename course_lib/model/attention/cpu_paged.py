@@ -1,8 +1,8 @@
-"""Paged attention on a CPU: decodes by our own kernel, which reads K/V in place; chunks as torch_paged does.
+"""Paged attention on a CPU by our own compiled kernels (cpu_kernels.c).
 
-A decode has one query per sequence: gathering its K/V first would cost more than the attention
-itself. A chunk has many queries per key, so there the gather hardly counts, and PyTorch's fused
-kernel with its matrix products is the faster one.
+A decode has one query per sequence: its K/V is read where it lies, since gathering it first would
+cost more than the attention itself. A chunk has many queries per key: there the gather hardly
+counts, and what matters is that scores and outputs are fast matrix products.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from .. import cpu_kernels
-from .torch_paged import attend_chunk
 
 NEEDS = (
     "it needs a model in float32 on a CPU, a head_dim that is a multiple of 16 and at most "
@@ -28,11 +27,13 @@ def attend(query: torch.Tensor, layer: int, paged, scaling: float) -> torch.Tens
     """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedContext."""
     keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
     output = query.new_empty(query.shape)
-    decodes = paged.decodes
+    if query.stride()[1:] != (query.shape[2], 1):
+        query = query.contiguous()
+    kernels, decodes, block_size = cpu_kernels.load(), paged.decodes, paged.kv_cache.block_size
     if decodes.num_sequences:
-        if query.stride()[1:] != (query.shape[2], 1):
-            query = query.contiguous()
-        cpu_kernels.load().paged_decode(query, keys, values, output, decodes, paged.kv_cache.block_size, scaling)
+        kernels.paged_decode(query, keys, values, output, decodes, block_size, scaling)
     for s in paged.chunks:
-        attend_chunk(query, keys, values, s, paged, scaling, output)
+        rows = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1])
+        table, context_len = paged.block_table(s), paged.context_lens[s]
+        kernels.paged_chunk(query[rows], keys, values, output[rows], table, context_len, block_size, scaling)
     return output

@@ -14,22 +14,17 @@ def attend(query: torch.Tensor, layer: int, paged, scaling: float) -> torch.Tens
     """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedContext."""
     keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
     output = query.new_empty(query.shape)
-    for s in range(len(paged.context_lens)):
-        attend_chunk(query, keys, values, s, paged, scaling, output)
+    for s, context_len in enumerate(paged.context_lens):
+        rows = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1])
+        slots = paged.context_slots(s)
+        is_whole = rows.stop - rows.start == context_len  # nothing was cached before
+        output[rows] = scaled_dot_product_attention(
+            query[rows].transpose(0, 1)[None],
+            keys.index_select(0, slots).transpose(0, 1)[None],
+            values.index_select(0, slots).transpose(0, 1)[None],
+            attn_mask=None if is_whole else paged.mask(s, query.dtype),
+            is_causal=is_whole,
+            scale=scaling,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
     return output
-
-
-def attend_chunk(query, keys, values, s: int, paged, scaling: float, output: torch.Tensor) -> None:
-    """Attention of sequence number s: its rows of `query` and of `output` [T, heads, head_dim]."""
-    rows = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1])
-    slots = paged.context_slots(s)
-    is_whole = rows.stop - rows.start == paged.context_lens[s]  # nothing was cached before
-    output[rows] = scaled_dot_product_attention(
-        query[rows].transpose(0, 1)[None],
-        keys.index_select(0, slots).transpose(0, 1)[None],
-        values.index_select(0, slots).transpose(0, 1)[None],
-        attn_mask=None if is_whole else paged.mask(s, query.dtype),
-        is_causal=is_whole,
-        scale=scaling,
-        enable_gqa=True,
-    )[0].transpose(0, 1)
