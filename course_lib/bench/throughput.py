@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
@@ -40,9 +41,10 @@ class Process:
         if name == OURS:
             environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
         self.name = name
+        self._errors = tempfile.TemporaryFile()  # not a pipe: nobody reads while a job runs
         self._process = subprocess.Popen(
             [python, contender.__file__, name, folder], env=environment, text=True, encoding="utf-8",
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE if name != OURS else None,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
         self.version = self._answer()["ready"]
 
@@ -55,11 +57,15 @@ class Process:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._errors.close()
 
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            errors = self._process.stderr.read().strip().splitlines() if self._process.stderr else []
+            self._errors.seek(0)
+            errors = self._errors.read().decode(errors="replace").strip().splitlines()
             raise RuntimeError(errors[-1] if errors else "it ended without an answer")
         return json.loads(line)
 
