@@ -1,6 +1,7 @@
 """The compiled CPU kernels and the packed forward: the same numbers as PyTorch in float64, and as transformers."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from course_lib.sequence import Sequence
 KERNELS = cpu_kernels.load()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C compiler with OpenMP here: the kernels can't be built")
 CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="no C compiler here")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a compiler may come without OpenMP")
+def test_the_kernels_compile_wherever_there_is_a_compiler():
+    assert KERNELS is not None, "the tests below would be skipped, and the engine be slow, without a word"
 
 
 def error(found, expected):

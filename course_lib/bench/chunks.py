@@ -56,7 +56,7 @@ def plot(rows: list[dict], document: int) -> None:
     from matplotlib.figure import Figure
 
     sizes = [row["max_prefill_chunk_size"] or document for row in rows]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
     gaps = figure.subplots()
     rates = gaps.twinx()
     lines = []
@@ -72,6 +72,6 @@ def plot(rows: list[dict], document: int) -> None:
     gaps.set_xticks(sizes, [str(size) for size in sizes[:-1]] + [f"whole\n({document})"])
     gaps.set_xlabel("chunk size, tokens")
     gaps.set_title(f"Four chats stream, a document of {document} tokens arrives (SmolLM2, CPU)")
-    gaps.legend(handles=lines, loc="upper left", fontsize=8)
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=110, metadata={"Software": None})
