@@ -35,6 +35,7 @@ ALLOW_ROOT := $(if $(filter 0,$(shell id -u 2>/dev/null)),--allow-root)
 help:
 	@echo "make lab        open the course in JupyterLab, at lesson 00"
 	@echo "make test       run all tests"
+	@echo "make browser    install Chromium for the browser tests, where that can be done"
 	@echo "make demo       see the stall, and chunked prefill removing it, in this terminal"
 	@echo "make notebooks  build the notebooks from their sources"
 	@echo "make bench      measure the engine on this machine"
