@@ -297,7 +297,7 @@ def _attention_backend(device: object) -> str:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = choose_backend("auto", 9, 3, 64, dtype, device)  # for SmolLM2's heads
     if device.type == "cpu" and backend != "cpu_paged":
-        return f"{backend} (no C compiler with OpenMP was found: our CPU kernels would be about twice as fast)"
+        return f"{backend} (slower than our CPU kernels, which need a C compiler with OpenMP: none was found)"
     return backend
 
 

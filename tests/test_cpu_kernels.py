@@ -54,15 +54,6 @@ def test_matmul_of_no_rows_is_empty():
     assert KERNELS.matmul(randn(0, 32), KERNELS.pack(randn(16, 32))).shape == (0, 16)
 
 
-@needs_kernels
-@pytest.mark.parametrize("rows", [0, 1, 16, 17, 40])
-@pytest.mark.parametrize("dim", [8, 20, 576])
-def test_rms_norm_is_that_of_pytorch(rows, dim):
-    x, weight = randn(rows, dim) * 3, randn(dim, seed=1)
-    expected = torch.nn.functional.rms_norm(x.double(), (dim,), weight.double(), 1e-5)
-    torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-5), expected.float())
-
-
 def batch_of(rng, lengths, block_size, heads, kv_heads, dim):
     """A batch of (context length, query tokens), its context over NaN that nobody may read."""
     counts = [-(-context // block_size) for context, _ in lengths]

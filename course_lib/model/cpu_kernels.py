@@ -28,7 +28,6 @@ PANEL, MAX_GROUP, MAX_HEAD_DIM = 16, 16, 256  # as in the source
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "matmul": [_POINTER] * 4 + [_INT] * 3,
-    "rms_norm": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
     "before_attention": [_POINTER] * 9 + [_INT],
     "after_attention": [_POINTER] * 6 + [_INT],
     "paged_chunk": [_POINTER] * 6 + [_INT] * 7 + [_FLOAT],
@@ -91,13 +90,6 @@ class Kernels:
         y = x.new_empty(m, n)
         self._matmul(x.data_ptr(), packed.data_ptr(), None if add is None else add.data_ptr(), y.data_ptr(), m, n, k)
         return y
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [..., dim] / √(mean of x² + eps) × weight [dim] -> [..., dim]."""
-        out = torch.empty_like(x)
-        dim = x.shape[-1]
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, eps)
-        return out
 
     def before_attention(self, layer: Layer, x, cosine, sine, keys, values, slots) -> torch.Tensor:
         """x [rows, hidden] -> q, k and v side by side, [rows, heads + 2 × kv_heads, dim], normed and rotated.
