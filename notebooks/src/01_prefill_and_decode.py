@@ -15,7 +15,7 @@
 # %% name="house"
 from course_lib.lab import house, show, show_figure, source
 
-show(house("model"))
+house("model")
 
 # %% [markdown]
 # ## One question, asked again and again
@@ -50,7 +50,7 @@ print(f"prompt: {len(prompt)} tokens, answer: {len(answer)} tokens")
 print(tokenizer.decode(answer))
 
 # %% name="source-plain"
-source(PlainModel.logits, mark=("start_pos, start_pos", "**{self"))
+source(PlainModel.logits, mark=("positions", "_cache_argument"))
 
 # %% [markdown]
 # Tokens, the position of the first of them, and a cache, of which more soon. Out come the *logits*: a score for each

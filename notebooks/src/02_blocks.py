@@ -14,7 +14,7 @@
 # %% name="house"
 from course_lib.lab import block_map, block_map_alt, compare, compare_alt, house, show, source
 
-show(house("block_manager"))
+house("block_manager")
 
 # %% [markdown]
 # ## Sixty people and one memory
@@ -145,12 +145,14 @@ for logical, physical in enumerate(state.block_table):
     last = min(16 * logical + 15, state.cached_token_count - 1)
     print(f"{logical:7}   {16 * logical:3} to {last:3}{physical:11}")
 free = engine.block_manager.free_blocks()
-print(f"\n{len(free)} blocks are free; the next to be handed out: {free[:8]} …")
+print(f"\nfree, in the order in which they will be handed out: {free}")
 
 # %% [markdown]
-# Ana's answer grew from block to block, and what became free elsewhere came to her. To her it makes no difference. The
-# table says where a token is, and attention follows the table. Does it really make no difference? SmolLM2, once
-# with the free blocks in order and once shuffled:
+# Ana's prompt got its five blocks together. While she was answering, the others took blocks too, so her table jumps. What
+# Ben and Dora gave back when they ended went to the end of the free list; whoever is next in line will get it.
+#
+# To Ana it makes no difference: the table says where a token is, and attention follows the table. Does it really make
+# none? SmolLM2, once with the free blocks in order and once shuffled:
 
 # %% name="smollm2"
 loaded = load_model("smollm2", device="cpu")
@@ -349,7 +351,7 @@ picture
 # check it. The engine's own check, which its tests call after every step:
 
 # %% name="source-check"
-source(BlockManager.check, mark=("counts == self.ref_counts", "free + used != num_blocks"))
+source(BlockManager.check, mark=("counts == self.ref_counts", "listed as free twice", "free + used != num_blocks"))
 
 # %% [markdown]
 # ## At a server's scale
