@@ -130,10 +130,10 @@ def _(generate_naive):
     ends_at_eos(generate_naive)
 
 
-@naive.test("one call for each new token")
+@naive.cost("one call for each new token", concept="K1")
 def _(generate_naive):
     _, model = answer_of(generate_naive, [5, 6, 7], 5)
-    require(len(model.calls) == 5, "five new tokens take five calls", given="5 new tokens", got=f"called the model {len(model.calls)} times")
+    require(len(model.calls) <= 5, "five new tokens take five calls", given="5 new tokens", got=f"called the model {len(model.calls)} times")
 
 
 # ---- 01.2
