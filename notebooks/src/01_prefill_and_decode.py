@@ -64,7 +64,7 @@ first = model(prompt, 0)
 second = model([*prompt, first], 0)
 third = model([*prompt, first, second], 0)
 
-print([tokenizer.decode([token]) for token in (first, second, third)], "as generate() said:", [first, second, third] == answer[:3])
+print(tokenizer.batch_decode([[first], [second], [third]]), "as generate() said:", [first, second, third] == answer[:3])
 print("(position of the first token, tokens) of each call:", model.calls)
 
 # %% [markdown]
@@ -138,7 +138,8 @@ for name, old, new in (("queries", q, new_q), ("keys", k, new_k), ("values", v, 
 x = embedding[53] + place[4]
 keys, values = torch.vstack([k, x @ W_K]), torch.vstack([v, x @ W_V])
 alone = ((x @ W_Q) @ keys.T / D**0.5).softmax(dim=-1) @ values
-print("\nthe fifth output from its own query, all keys and all values: same as above:", torch.allclose(alone, new_out[4], atol=1e-6))
+same = torch.allclose(alone, new_out[4], atol=1e-6)
+print("\nthe fifth output from its own query, all keys and all values: same as above:", same)
 print(f"You said: changed {my_guess_changed}, needed {my_guess_needed}.")
 
 # %% [markdown]
@@ -162,7 +163,7 @@ cache = model.new_cache()
 assert model(prompt, 0, cache) == answer[0]
 
 layer = cache.layers[0]
-print(f"keys of one layer: {tuple(layer.keys.shape)} = 1 text, K/V heads, tokens, numbers per head; values: the same")
+print(f"keys of one layer: {tuple(layer.keys.shape)} = 1 text, K/V heads, tokens, numbers per head")
 total = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 weights = sum(weight.nbytes for weight in set(loaded.model.parameters()))
 per_token = total // len(prompt)
@@ -221,9 +222,9 @@ axes.plot(lengths, [1e3 * t for t in one_token], "s--", color="#0072b2", label="
 axes.set(xlabel="length of the text, tokens", ylabel="time for the next token, ms", ylim=0)
 axes.legend(frameon=False)
 assert sent_again[-1] > 3 * one_token[-1], "something else kept the machine busy: run the cell again"
-alt = (f"Time for the next token against the text's length. Whole text sent again: from {sent_again[0] * 1e3:.0f} ms at 64 "
-       f"tokens to {sent_again[-1] * 1e3:.0f} ms at 512. With a cache: {min(one_token) * 1e3:.0f} to {max(one_token) * 1e3:.0f} ms.")
-show_figure(figure, alt)
+show_figure(figure, "Time for the next token against the length of the text. Whole text sent again: "
+            f"from {sent_again[0] * 1e3:.0f} ms at 64 tokens to {sent_again[-1] * 1e3:.0f} ms at 512. "
+            f"With a cache: {min(one_token) * 1e3:.0f} to {max(one_token) * 1e3:.0f} ms.")
 
 # %% [markdown]
 # ## The cache can be filled bit by bit
@@ -235,18 +236,25 @@ show_figure(figure, alt)
 # %% name="pieces"
 whole = model.logits(prompt, 0)
 
-print("cut at              calls   largest difference of a logit   next token")
+print("cut at              calls   largest difference of a logit   most likely next token")
 for cuts in ([], [20], [1, 2, 3], [35], [7, 8, 30, 33]):
     cache = model.new_cache()
     for start, end in pairwise([0, *cuts, len(prompt)]):
         logits = model.logits(prompt[start:end], start, cache)
     difference = (logits - whole).abs().max().item()
-    print(f"{str(cuts):20}{len(cuts) + 1:5}   {'below 0.001' if difference < 1e-3 else f'{difference:.3f}':>29}   {tokenizer.decode([int(logits.argmax())])!r}")
+    shown = "below 0.001" if difference < 1e-3 else f"{difference:.3f}"
+    print(f"{str(cuts):20}{len(cuts) + 1:5}{shown:>32}   {tokenizer.decode([int(logits.argmax())])!r}")
 
 # %% [markdown]
 # The logits differ by rounding, if at all: sums of floats in another order. The model can't tell how its cache came to
 # be. This one fact carries the whole course. Lesson 00's document went through in eight chunks because of it, and
-# nobody's answer changed.
+# nobody's answer changed. Seen like this, a chunk stands between the two phases:
+#
+# | | tokens in | reads from the cache | attends inside |
+# |---|---|---|---|
+# | prefill of a whole prompt | all of them | nothing | each token to those before it |
+# | **chunk of a prefill** | the next few of the prompt | all chunks before it | each token to those before it |
+# | decode | one | everything before it | there is nobody else |
 #
 # Two things have to be right: the piece must find *all* keys and values before it, and its tokens must be numbered as
 # they stand in the whole text. `start_pos` is that number.
@@ -268,8 +276,9 @@ print(f"You said: {my_guess_positions}.")
 
 # %% [markdown]
 # No error, and nothing in the code that looks wrong. The model simply reads a different text, one in which two tokens
-# stand at each of the first eight positions. That is the manner of nearly every mistake in a serving engine: the answer is
-# still fluent. It is why this course compares tokens with an independent engine wherever it can.
+# stand at each of the first eight positions. Most mistakes in a serving engine are of this kind: the answer is
+# still fluent, and it is the answer to another question. That is why this course compares tokens with an independent
+# engine wherever it can.
 #
 # ## What each phase costs
 #
@@ -295,11 +304,11 @@ def step_seconds(num_tokens: int) -> float:
     """One step of the engine that takes `num_tokens` tokens: the median of three."""
     times = []
     for _ in range(3):
-        config = EngineConfig(num_blocks=64, max_num_batched_tokens=512, max_prefill_chunk_size=None, enable_prefix_caching=False)
-        engine = Engine(runner, config)
+        engine = Engine(runner, EngineConfig(num_blocks=64, max_prefill_chunk_size=None, enable_prefix_caching=False))
         engine.add_request(document[:num_tokens], SamplingParams(max_tokens=1))
         engine.step()
-        times.append(engine.trace.steps[0].end - engine.trace.steps[0].start)
+        step = engine.trace.steps[0]
+        times.append(step.end - step.start)
     return median(times)
 
 
@@ -321,14 +330,15 @@ assert times[3] < 4 * times[0] < times[8], "something else kept the machine busy
 figure, axes = plt.subplots(figsize=(8, 3.8), facecolor="white")
 axes.loglog(counts, [1e3 * t for t in times], "o-", color="#0072b2", label="one forward pass")
 axes.axhline(1e3 * read, ls="--", color="#009e73", label="reading the weights once")
-axes.loglog(counts, [1e3 * times[-1] * count / counts[-1] for count in counts], ":", color="#d55e00", label="time per token of the largest × tokens")
-axes.set(xlabel="tokens in the pass", ylabel="time, ms", ylim=(1e3 * read / 2, None), xticks=counts, xticklabels=counts)
+rate = times[-1] / counts[-1]
+axes.loglog(counts, [1e3 * rate * count for count in counts], ":", color="#d55e00", label=f"{1e3 * rate:.1f} ms × tokens")
+axes.set(xlabel="tokens in the pass", ylabel="time, ms", ylim=(1e3 * read / 2, None))
+axes.set(xticks=counts, xticklabels=counts)
 axes.minorticks_off()
 axes.legend(frameon=False)
-alt = (f"Time of one forward pass against its tokens, both axes logarithmic. Nearly flat from 1 token ({times[0] * 1e3:.0f} ms) to 8 "
-       f"({times[3] * 1e3:.0f} ms), a little above the time of reading the weights ({read * 1e3:.0f} ms); from 64 on proportional, up to "
-       f"{times[-1] * 1e3:.0f} ms at 512.")
-show_figure(figure, alt)
+show_figure(figure, "Time of one forward pass against its tokens, both axes logarithmic. Nearly flat from 1 token "
+            f"({times[0] * 1e3:.0f} ms) to 8 ({times[3] * 1e3:.0f} ms), a little above the time of reading the weights "
+            f"({read * 1e3:.0f} ms); from 64 on proportional, up to {times[-1] * 1e3:.0f} ms at 512.")
 
 # %% [markdown]
 # Two regimes, and a knee between them.

@@ -38,7 +38,8 @@ requests = chat(rate=100, count=60, seed=1, prompt_tokens=(32, 256), output_toke
 lengths = [request.num_prompt_tokens + request.max_tokens for request in requests]
 
 print(f"{len(requests)} requests of {min(lengths)} to {max(lengths)} tokens, prompt and answer together")
-print(f"{sum(lengths) / len(lengths):.0f} tokens on average; {POOL} / 1024 = {POOL // 1024} requests fit at a time, {POOL // max(lengths)} if all were as long as the longest")
+print(f"{sum(lengths) / len(lengths):.0f} tokens on average")
+print(f"with 1,024 tokens reserved for each, {POOL} / 1024 = {POOL // 1024} requests fit at a time")
 
 # %% [markdown]
 # Eight at a time, and each of them uses about a third of what it holds.
@@ -58,8 +59,8 @@ my_guess_at_once = 8  # write yours
 # %% name="at-once"
 def serve(block_size: int) -> dict:
     """Serve the sixty requests from the same memory in blocks of `block_size`; what the trace says about it."""
-    config = EngineConfig(block_size=block_size, num_blocks=POOL // block_size, max_num_seqs=64, max_num_batched_tokens=512,
-                          max_prefill_chunk_size=256, enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
+    config = EngineConfig(block_size=block_size, num_blocks=POOL // block_size, max_num_seqs=64,
+                          enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
     trace = replay(Engine(FakeRunner(), config), requests)
     in_cache, running, filled, held = {}, [], 0, 0
     for step in trace.steps:
@@ -71,14 +72,16 @@ def serve(block_size: int) -> dict:
         held += step.blocks_used * block_size
         for name in step.finished:
             in_cache.pop(name)
-    return {"most": max(running), "mean": sum(running) / len(running), "steps": len(running), "filled": filled / held,
-            "preempted": sum(len(step.preempted) for step in trace.steps)}  # fmt: skip
+    return {
+        "most": max(running), "mean": sum(running) / len(running), "steps": len(running),
+        "filled": filled / held, "preempted": sum(len(step.preempted) for step in trace.steps),
+    }  # fmt: skip
 
 
 one_piece, blocks = serve(1024), serve(16)
-print("                       at once: most   on average   steps until all are served   of the memory held, filled")
+print("                     at once: most   on average   steps until all are served   memory held that is filled")
 for name, run in (("1,024 in one piece", one_piece), ("blocks of 16", blocks)):
-    print(f"{name:20}{run['most']:16}{run['mean']:13.1f}{run['steps']:29}{run['filled']:29.0%}")
+    print(f"{name:20}{run['most']:14}{run['mean']:13.1f}{run['steps']:29}{run['filled']:29.0%}")
 print(f"\nYou said {my_guess_at_once}.")
 
 # %% [markdown]
@@ -94,7 +97,8 @@ print(f"\nYou said {my_guess_at_once}.")
 print("block size   at once: most   on average   steps   filled   preempted")
 for block_size in (1024, 512, 256, 64, 16, 4, 1):
     run = serve(block_size)
-    print(f"{block_size:10}{run['most']:16}{run['mean']:13.1f}{run['steps']:8}{run['filled']:9.0%}{run['preempted']:12}")
+    print(f"{block_size:10}{run['most']:16}{run['mean']:13.1f}{run['steps']:8}"
+          f"{run['filled']:9.0%}{run['preempted']:12}")
 
 # %% [markdown]
 # Below 16 there is hardly anything left to win, and every block has its price: an entry in a table, and a jump in memory
@@ -107,8 +111,8 @@ for block_size in (1024, 512, 256, 64, 16, 4, 1):
 #
 # ## A block table
 #
-# Blocks are handed out as they become free, so a request's blocks lie anywhere. Below, five chats ran for a while in a
-# pool of 64 blocks, two of them ended, and two others came.
+# Blocks are handed out as they become free, so a request's blocks lie anywhere. Below, four chats ran for a while in a
+# pool of 40 blocks. Two of them ended, and Emil came with a longer prompt.
 
 # %% name="map"
 def tokens(request: int, count: int) -> list[int]:
@@ -116,18 +120,16 @@ def tokens(request: int, count: int) -> list[int]:
     return [1000 * request + k for k in range(count)]
 
 
-engine = Engine(FakeRunner(), EngineConfig(num_blocks=64, enable_prefix_caching=False))
-for number, (name, prompt, answer) in enumerate(
-    [("Ana", 70, 90), ("Ben", 30, 12), ("Chen", 100, 80), ("Dora", 50, 16), ("Emil", 20, 90)]
-):
+engine = Engine(FakeRunner(), EngineConfig(num_blocks=40, enable_prefix_caching=False))
+chats = [("Ana", 70, 90), ("Ben", 30, 12), ("Chen", 100, 80), ("Dora", 50, 16)]
+for number, (name, prompt, answer) in enumerate(chats):
     engine.add_request(tokens(number, prompt), SamplingParams(max_tokens=answer), request_id=name)
 for _ in range(30):
     engine.step()
-engine.add_request(tokens(5, 150), SamplingParams(max_tokens=40), request_id="Fay")
-engine.add_request(tokens(6, 190), SamplingParams(max_tokens=40), request_id="Gil")
+engine.add_request(tokens(5, 230), SamplingParams(max_tokens=40), request_id="Emil")
 for _ in range(20):
     engine.step()
-show(block_map(engine.trace, title="64 blocks of 16 tokens, after 50 steps"), block_map_alt(engine.trace))
+show(block_map(engine.trace, title="40 blocks of 16 tokens, after 50 steps"), block_map_alt(engine.trace))
 
 # %% [markdown]
 # Each cell is a block; a white end is a place where no token is yet. Only the last block of a request has one.
@@ -145,11 +147,12 @@ for logical, physical in enumerate(state.block_table):
     last = min(16 * logical + 15, state.cached_token_count - 1)
     print(f"{logical:7}   {16 * logical:3} to {last:3}{physical:11}")
 free = engine.block_manager.free_blocks()
-print(f"\nfree, in the order in which they will be handed out: {free}")
+print(f"\nEmil's blocks: {engine.snapshot()['Emil'].block_table}")
+print(f"free, in the order in which they will be handed out: {free}")
 
 # %% [markdown]
-# Ana's prompt got its five blocks together. While she was answering, the others took blocks too, so her table jumps. What
-# Ben and Dora gave back when they ended went to the end of the free list; whoever is next in line will get it.
+# Ana's prompt got its five blocks together. While she was being answered, the others took blocks too, so her table jumps.
+# What Ben and Dora gave back when they ended went to the end of the free list, and Emil has some of it already.
 #
 # To Ana it makes no difference: the table says where a token is, and attention follows the table. Does it really make
 # none? SmolLM2, once with the free blocks in order and once shuffled:
@@ -185,19 +188,23 @@ my_guess_held = [16, 32, 48, 64]  # chunks of 256: blocks held after each; write
 my_guess_new = [7, 7, 7, 7, 7]  # chunks of 100: new blocks of each; write yours
 
 # %% name="chunks"
-def blocks_after_each_chunk(chunk_size: int) -> list[int]:
-    engine = Engine(FakeRunner(), EngineConfig(max_prefill_chunk_size=chunk_size, enable_prefix_caching=False))
-    engine.add_request(tokens(0, 1000), SamplingParams(max_tokens=1))
+def blocks_after_each_chunk(prompt_tokens: int, chunk_size: int) -> list[int]:
+    config = EngineConfig(max_prefill_chunk_size=chunk_size, max_num_batched_tokens=1024, enable_prefix_caching=False)
+    engine = Engine(FakeRunner(), config)
+    engine.add_request(tokens(0, prompt_tokens), SamplingParams(max_tokens=1))
     while engine.has_unfinished_requests():
         engine.step()
     return [step.blocks_used for step in engine.trace.steps]
 
 
-held = blocks_after_each_chunk(256)
-print(f"chunks of 256, blocks held: {held}   you said {my_guess_held}")
-held = blocks_after_each_chunk(100)
-print(f"chunks of 100, blocks held: {held}")
-print(f"               new blocks: {[after - before for before, after in zip([0, *held], held)]}   you said {my_guess_new}")
+held = blocks_after_each_chunk(1000, 256)
+print(f"1,000 tokens in chunks of 256:    blocks held {held}")
+print(f"                                  you said    {my_guess_held}")
+held = blocks_after_each_chunk(1000, 100)
+print(f"1,000 tokens in chunks of 100:    blocks held {held}")
+print(f"                                  new blocks  {[after - before for before, after in zip([0, *held], held)]}")
+print(f"                                  you said    {my_guess_new} for the first five")
+print(f"8,192 tokens in chunks of 1,024:  blocks held {blocks_after_each_chunk(8192, 1024)}")
 
 # %% [markdown]
 # The last chunk of the first case has 232 tokens, and 1,000 tokens fit in 63 blocks. In the second case chunks end in
@@ -205,8 +212,8 @@ print(f"               new blocks: {[after - before for before, after in zip([0,
 # from the chunk alone; it depends on where the chunk begins. The 16th slot is given out before the 17th token needs a
 # block, not before.
 #
-# An upper limit is easy: a chunk of 1,024 tokens takes **at most 64** blocks of 16. If the free blocks don't suffice, the
-# chunk can't be computed in this step. So the scheduler has to know *before* it decides: blocks are a budget, beside the
+# An upper limit is easy. The last line is the prompt of lesson 00: each chunk of 1,024 tokens takes **at most 64** blocks
+# of 16. If fewer are free than a chunk needs, the chunk can't be computed in this step. So the scheduler has to know *before* it decides: blocks are a budget, beside the
 # budget of tokens (lesson 08).
 #
 # ## Up front, or per chunk?
@@ -224,8 +231,8 @@ class UpFront(BlockManager):
 
 def serve_document(block_manager: type, cancel_after: int | None = None) -> Engine:
     """Three chats run; a document of 1,000 tokens arrives, and one step later three more chats."""
-    config = EngineConfig(num_blocks=80, max_num_seqs=16, max_num_batched_tokens=272, max_prefill_chunk_size=128,
-                          enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
+    config = EngineConfig(num_blocks=80, max_num_seqs=16, max_num_batched_tokens=272,
+                          max_prefill_chunk_size=128, enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
     engine = Engine(FakeRunner(), config, block_manager=block_manager)
 
     def add(name: str, number: int, prompt: int, answer: int) -> None:
@@ -264,8 +271,9 @@ def steps_to_first_token(engine: Engine, name: str) -> int:
 
 
 for name, engine in runs.items():
-    print(f"{name:10} chat 6: first token after {steps_to_first_token(engine, 'chat 6'):2} steps (you said {my_guess_chat[name]}), "
-          f"document: after {steps_to_first_token(engine, 'document'):2} (you said {my_guess_document[name]})")
+    chat_6, document = (steps_to_first_token(engine, who) for who in ("chat 6", "document"))
+    print(f"{name:10} first token of chat 6 after {chat_6:2} steps (you said {my_guess_chat[name]}), "
+          f"of the document after {document:2} (you said {my_guess_document[name]})")
 traces = [engine.trace for engine in runs.values()]
 titles = ("Blocks up front", "Blocks per chunk")
 show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=titles))
@@ -297,8 +305,8 @@ for name, block_manager in (("up front", UpFront), ("per chunk", BlockManager)):
     state = engine.snapshot()["document"]
     before = engine.block_manager.num_free
     engine.cancel("document")
-    print(f"{name:10} {state.status}, {state.prefilled_token_count} tokens in {len(state.block_table)} blocks; "
-          f"free blocks: {before} before the cancel, {engine.block_manager.num_free} after")
+    print(f"{name:10} {state.status}, {state.prefilled_token_count} tokens in {len(state.block_table)} blocks;"
+          f" free blocks: {before} before the cancel, {engine.block_manager.num_free} after")
 
 # %% [markdown]
 # Up front, 39 blocks had been kept from everybody for tokens that were never computed. Per chunk, none.
@@ -362,7 +370,9 @@ source(BlockManager.check, mark=("counts == self.ref_counts", "listed as free tw
 # %% name="scale"
 model = MODELS["llama3-8b"]
 num_blocks = num_blocks_for(model, "h100", block_size=16)
-print(f"a block: 16 × {2 * model.kv_values_per_token:,} bytes = {32 * model.kv_values_per_token / 1e6:.1f} MB; {num_blocks:,} blocks = {16 * num_blocks:,} tokens")
+per_token = 2 * model.kv_values_per_token  # bytes: two for each number, in bfloat16
+print(f"a block: 16 × {per_token:,} bytes = {16 * per_token / 1e6:.1f} MB")
+print(f"the memory: {num_blocks:,} blocks = {16 * num_blocks:,} tokens")
 print(f"requests at once, with 8,192 tokens reserved for each: {16 * num_blocks // 8192}")
 print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {num_blocks // -(-300 // 16)}")
 
@@ -384,8 +394,9 @@ print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {
 #   memory reserved for keys and values held any. It became vLLM.
 # - In vLLM, `KVCacheManager.allocate_slots` (`vllm/v1/core/kv_cache_manager.py`) gives blocks per step, for the tokens of
 #   that step, and returns `None` when there are too few: all or nothing. Its `BlockPool` keeps the free blocks in a linked
-#   list and a `ref_cnt` in each block. On NVIDIA GPUs its blocks have 16 tokens unless you say otherwise (`--block-size`).
-# - SGLang's pool has pages too (`--page-size`); its default of one token is the last line of the table of block sizes.
+#   list and a `ref_cnt` in each block. Its blocks usually have 16 tokens (`--block-size`).
+# - SGLang's pool has pages too (`--page-size`); a page of one token, which it began with, is the last line of our table of
+#   block sizes.
 #
 # ## Three questions
 #
