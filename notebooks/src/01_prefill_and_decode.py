@@ -64,7 +64,8 @@ first = model(prompt, 0)
 second = model([*prompt, first], 0)
 third = model([*prompt, first, second], 0)
 
-print(tokenizer.batch_decode([[first], [second], [third]]), "as generate() said:", [first, second, third] == answer[:3])
+print(tokenizer.batch_decode([[first], [second], [third]]))
+print("as generate() said:", [first, second, third] == answer[:3])
 print("(position of the first token, tokens) of each call:", model.calls)
 
 # %% [markdown]
@@ -207,7 +208,7 @@ def seconds(action) -> float:
     return time.perf_counter() - begin
 
 
-lengths = list(range(64, 513, 64))
+lengths = [64, 128, 256, 384, 512]
 cache, cached = model.new_cache(), 0
 sent_again, one_token = [], []
 for length in lengths:
@@ -271,7 +272,7 @@ model(prompt[:28], 0, cache)
 logits = model.logits(prompt[28:], 0, cache)  # should be 28
 
 print(f"largest difference of a logit: {'above 1' if (logits - whole).abs().max() > 1 else 'small'}")
-print(f"next token: {tokenizer.decode([int(logits.argmax())])!r} instead of {tokenizer.decode([int(whole.argmax())])!r}")
+print(f"next token: {tokenizer.decode([int(logits.argmax())])!r} instead of {tokenizer.decode([answer[0]])!r}")
 print(f"You said: {my_guess_positions}.")
 
 # %% [markdown]
@@ -304,7 +305,7 @@ def step_seconds(num_tokens: int) -> float:
     """One step of the engine that takes `num_tokens` tokens: the median of three."""
     times = []
     for _ in range(3):
-        engine = Engine(runner, EngineConfig(num_blocks=64, max_prefill_chunk_size=None, enable_prefix_caching=False))
+        engine = Engine(runner, EngineConfig(max_prefill_chunk_size=None, enable_prefix_caching=False))
         engine.add_request(document[:num_tokens], SamplingParams(max_tokens=1))
         engine.step()
         step = engine.trace.steps[0]
@@ -331,7 +332,8 @@ figure, axes = plt.subplots(figsize=(8, 3.8), facecolor="white")
 axes.loglog(counts, [1e3 * t for t in times], "o-", color="#0072b2", label="one forward pass")
 axes.axhline(1e3 * read, ls="--", color="#009e73", label="reading the weights once")
 rate = times[-1] / counts[-1]
-axes.loglog(counts, [1e3 * rate * count for count in counts], ":", color="#d55e00", label=f"{1e3 * rate:.1f} ms × tokens")
+proportional = [1e3 * rate * count for count in counts]
+axes.loglog(counts, proportional, ":", color="#d55e00", label=f"{1e3 * rate:.1f} ms × tokens")
 axes.set(xlabel="tokens in the pass", ylabel="time, ms", ylim=(1e3 * read / 2, None))
 axes.set(xticks=counts, xticklabels=counts)
 axes.minorticks_off()

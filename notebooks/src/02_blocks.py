@@ -152,7 +152,8 @@ print(f"free, in the order in which they will be handed out: {free}")
 
 # %% [markdown]
 # Ana's prompt got its five blocks together. While she was being answered, the others took blocks too, so her table jumps.
-# What Ben and Dora gave back when they ended went to the end of the free list, and Emil has some of it already.
+# What Ben and Dora gave back when they ended went to the end of the free list, to be handed out again: Ana's last block,
+# number 18, was Ben's before.
 #
 # To Ana it makes no difference: the table says where a token is, and attention follows the table. Does it really make
 # none? SmolLM2, once with the free blocks in order and once shuffled:

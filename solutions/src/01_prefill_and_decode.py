@@ -76,7 +76,8 @@ prompt = demo.chat_prompt(loaded.tokenizer, "What is a lighthouse for?")
 answer = generate_naive(model, prompt, 16, loaded.tokenizer.eos_token_id)
 
 print(loaded.tokenizer.decode(answer))
-show(calls_map({"SmolLM2 by your generate_naive": model.calls}), calls_map_alt({"Your generate_naive": model.calls}))
+panels = {"SmolLM2 by your generate_naive": model.calls}
+show(calls_map(panels), calls_map_alt(panels))
 
 # %% [markdown] name="task-01-2"
 # ## 01.2 generate() with a KV cache
@@ -141,7 +142,8 @@ engine = Engine(ModelRunner(loaded))
 expected = engine.generate([prompt], SamplingParams(max_tokens=24))[0].token_ids
 print(loaded.tokenizer.decode(answer))
 print("the engine's tokens are the same:", answer == expected)
-show(calls_map({"SmolLM2 by your generate_cached": model.calls}), calls_map_alt({"Your generate_cached": model.calls}))
+panels = {"SmolLM2 by your generate_cached": model.calls}
+show(calls_map(panels), calls_map_alt(panels))
 
 # %% [markdown] name="task-01-3"
 # ## 01.3 A cache filled bit by bit
@@ -206,7 +208,7 @@ engine = Engine(ModelRunner(loaded), EngineConfig(max_prefill_chunk_size=64))
 engine.generate([document], SamplingParams(max_tokens=1))
 chunks = [(chunk.start_pos, chunk.num_tokens) for step in engine.trace.steps for chunk in step.chunks]
 
-print(f"next token in one piece {loaded.tokenizer.decode([expected])!r}, by your pieces {loaded.tokenizer.decode([first_token])!r}")
+print("the next token is the same as in one piece:", first_token == expected)
 print("the engine's chunks of this prompt are your pieces:", chunks == piecewise.calls)
 panels = {"One piece": whole.calls, "Your pieces of 64": piecewise.calls}
 show(calls_map(panels), calls_map_alt(panels))
