@@ -46,7 +46,7 @@ print(f"with 1,024 tokens reserved for each, {POOL} / 1024 = {POOL // 1024} requ
 #
 # Now cut the memory into **blocks** of 16 tokens, 512 of them, and give a request one block whenever its last one is full.
 #
-# > **Predict, then run.** With blocks, how many of the sixty run at the same time, at best?
+# > **Predict, then run.** With blocks, how many of the sixty are being served at the same time, when it is most?
 
 # %% name="guess-at-once"
 my_guess_at_once = 8  # write yours
@@ -60,7 +60,7 @@ my_guess_at_once = 8  # write yours
 def serve(block_size: int) -> dict:
     """Serve the sixty requests from the same memory in blocks of `block_size`; what the trace says about it."""
     config = EngineConfig(block_size=block_size, num_blocks=POOL // block_size, max_num_seqs=64,
-                          enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
+                          enable_prefix_caching=False, kv_watermark=0.0)
     trace = replay(Engine(FakeRunner(), config), requests)
     in_cache, running, filled, held = {}, [], 0, 0
     for step in trace.steps:
@@ -75,7 +75,7 @@ def serve(block_size: int) -> dict:
     return {
         "most": max(running), "mean": sum(running) / len(running), "steps": len(running),
         "filled": filled / held, "preempted": sum(len(step.preempted) for step in trace.steps),
-    }  # fmt: skip
+    }
 
 
 one_piece, blocks = serve(1024), serve(16)
@@ -210,8 +210,8 @@ print(f"8,192 tokens in chunks of 1,024:  blocks held {blocks_after_each_chunk(8
 # %% [markdown]
 # The last chunk of the first case has 232 tokens, and 1,000 tokens fit in 63 blocks. In the second case chunks end in
 # the middle of a block, and what is free there belongs to the next chunk. So the number of new blocks can't be found
-# from the chunk alone; it depends on where the chunk begins. The 16th slot is given out before the 17th token needs a
-# block, not before.
+# from the chunk alone; it depends on where the chunk begins. A request gets a block when a token has nowhere else to go, and
+# not before.
 #
 # An upper limit is easy. The last line is the prompt of lesson 00: each chunk of 1,024 tokens takes **at most 64** blocks
 # of 16. If fewer are free than a chunk needs, the chunk can't be computed in this step. So the scheduler has to know *before* it decides: blocks are a budget, beside the
@@ -233,7 +233,7 @@ class UpFront(BlockManager):
 def serve_document(block_manager: type, cancel_after: int | None = None) -> Engine:
     """Three chats run; a document of 1,000 tokens arrives, and one step later three more chats."""
     config = EngineConfig(num_blocks=80, max_num_seqs=16, max_num_batched_tokens=272,
-                          max_prefill_chunk_size=128, enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
+                          max_prefill_chunk_size=128, enable_prefix_caching=False, kv_watermark=0.0)
     engine = Engine(FakeRunner(), config, block_manager=block_manager)
 
     def add(name: str, number: int, prompt: int, answer: int) -> None:
@@ -255,8 +255,8 @@ def serve_document(block_manager: type, cancel_after: int | None = None) -> Engi
 # %% [markdown]
 # The pool has 80 blocks. The document needs 63 of them in the end, a chat 4.
 #
-# > **Predict, then run.** Count in steps from the moment it arrives. When does the last chat get its first token, up front and
-# > per chunk? And the document, for which the same question can be asked?
+# > **Predict, then run.** How many steps after its arrival does the last chat get its first token, up front and per chunk?
+# > And the document?
 
 # %% name="guess-up-front"
 my_guess_chat = {"up front": 1, "per chunk": 1}  # steps until chat 6 has its first token: write yours

@@ -211,6 +211,8 @@ show(svg, block_map_alt(engine.trace, step=30))
 #   prompt  300, max_tokens 500     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
 #   reserving everything would ask for 94 and 50 blocks, and both would wait
 # ```
+#
+# What is let in early may have to be preempted later. The picture at the end shows what you win, and what you pay.
 
 # %% name="your-02-3"
 def can_admit(prompt_tokens, max_tokens, chunk_size, block_size, num_free, reserve):
@@ -258,7 +260,7 @@ class LetInByYou(Scheduler):
         return can_admit(
             len(sequence.prompt_token_ids), sequence.max_new_tokens, self.config.max_prefill_chunk_size,
             self.block_size, self.block_manager.num_free, self.config.watermark_blocks,
-        )  # fmt: skip
+        )
 
 
 class AllReserved(BlockManager):
