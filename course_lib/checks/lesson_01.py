@@ -200,7 +200,7 @@ def right_prefill(function, prompt: list[int], piece_size: int, saying: str, num
     if int(token) != continuation(prompt, 1)[0]:
         raise Wrong(saying, given=call, got=got, concept=pieces_mistake(model, len(prompt), num_cached))
     require(len(cache.entries) == len(prompt), "the cache that you were given holds the whole prompt afterwards", given=call,
-            got=f"it holds {len(cache.entries)} tokens", concept="M4")  # fmt: skip
+            got=f"the cache holds {len(cache.entries)} tokens", concept="M4")  # fmt: skip
     require(all(count <= piece_size for _, count, _ in model.calls), f"no call has more than {piece_size} tokens", given=call, got=got)
 
 

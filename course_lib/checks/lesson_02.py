@@ -162,7 +162,7 @@ def _(MyBlockManager):
     for tokens, blocks in ((3, 1), (4, 1), (6, 2), (15, 4)):
         before = books.table("Ana")
         books.allocate("Ana", tokens)
-        books.expect_blocks("Ana", blocks, f"{tokens} tokens in all fill {blocks} blocks, those that it had before included")
+        books.expect_blocks("Ana", blocks, "the table has as many blocks as all of its tokens fill, those that it had before included")
         require(books.table("Ana")[: len(before)] == before, "what it had before stays where it was: there are keys and values in it",
                 given=books.given, got=f"from {before} to {books.table('Ana')}")  # fmt: skip
 

@@ -214,8 +214,8 @@ print(f"8,192 tokens in chunks of 1,024:  blocks held {blocks_after_each_chunk(8
 # not before.
 #
 # An upper limit is easy. The last line is the prompt of lesson 00: each chunk of 1,024 tokens takes **at most 64** blocks
-# of 16. If fewer are free than a chunk needs, the chunk can't be computed in this step. So the scheduler has to know *before* it decides: blocks are a budget, beside the
-# budget of tokens (lesson 08).
+# of 16. If fewer are free than a chunk needs, the chunk can't be computed in this step. So the scheduler has
+# to know *before* it decides: blocks are a budget, beside the budget of tokens (lesson 08).
 #
 # ## Up front, or per chunk?
 #
