@@ -75,11 +75,6 @@ def _wait(runner, until: float) -> None:
         raise RuntimeError(f"{type(runner).__name__}'s clock stands still while it waits: it needs advance_to(seconds)")
 
 
-def _no_slots(block_table, start_pos, num_tokens, block_size) -> tuple:
-    """In place of `slot_mapping`: the simulator stores nothing, so nobody needs to know where."""
-    return ()
-
-
 def simulate(
     config: EngineConfig,
     requests: Iterable[Request],
@@ -91,7 +86,7 @@ def simulate(
     max_steps: int | None = None,
 ) -> Trace:
     """Serve a workload on a simulated chip; the same arguments give the same trace. See SimulatedRunner and `replay`."""
-    engine = Engine(SimulatedRunner(model, chip, cost), config, scheduler=scheduler, slot_mapping=_no_slots)
+    engine = Engine(SimulatedRunner(model, chip, cost), config, scheduler=scheduler)
     with _garbage_collection_paused():
         return replay(engine, requests, max_steps=max_steps)
 
