@@ -211,7 +211,7 @@ class Engine:
                 self._give_up_step()
                 raise
         try:
-            samples = self._forward(scheduled)
+            sampled, samples = self._forward(scheduled)
         except BaseException:
             with self._exclusive():
                 self._give_up_step()
@@ -220,8 +220,9 @@ class Engine:
             try:
                 outputs = self._apply_cancels()
                 self.scheduler.commit(scheduled)
-                outputs += self._take_samples(scheduled, samples)
-                self._recorder.step_ended(scheduled, self.scheduler.drain_preempted(), outputs, self.runner.now())
+                new_outputs, tokens = self._take_samples(sampled, samples)
+                outputs += new_outputs
+                self._recorder.step_ended(scheduled, self.scheduler.drain_preempted(), tokens, outputs, self.runner.now())
                 self._outbox.extend(outputs)
                 self._stepping = False
             except BaseException:
@@ -241,14 +242,15 @@ class Engine:
         except AssertionError as error:
             self._broken = f"a step was interrupted in the middle of its bookkeeping ({error}): make a new Engine"
 
-    def _forward(self, scheduled: SchedulerOutput) -> list[Sample]:
+    def _forward(self, scheduled: SchedulerOutput) -> tuple[list[Sequence], list[Sample]]:
+        """Compute the step; returns whose tokens were sampled, and the samples."""
         if self.on_step is not None:
             self.on_step(scheduled)
         if not scheduled.chunks:
             self._num_empty += 1
             if self._num_empty >= 1000:
                 raise RuntimeError(f"the scheduler gave {self._num_empty} steps nothing to do: {scheduled.reasons}")
-            return []
+            return [], []
         self._num_empty = 0
         batch = build_batch(scheduled, self.slot_mapping) if self._reads_tokens else count_batch(scheduled)
         samples = self.runner.execute(batch)
@@ -256,14 +258,13 @@ class Engine:
             raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sample_rows)} rows")
         if not all(issubclass(kind, Sample) for kind in set(map(type, samples))):
             raise RuntimeError(f"the runner must return a Sample for each row, got {samples!r:.200}")
-        return samples
+        return batch.sampled, samples
 
-    def _take_samples(self, scheduled: SchedulerOutput, samples: list[Sample]) -> list[RequestOutput]:
-        """Append each sampled token to its request; end those that are done."""
+    def _take_samples(self, sampled: list[Sequence], samples: list[Sample]) -> tuple[list[RequestOutput], dict[str, int]]:
+        """Append each sampled token to its request; end those that are done. Returns outputs, and trace name -> token."""
         now = self.runner.now()
-        outputs = []
-        ends = [chunk[0] for chunk in scheduled.chunks if chunk[4]]  # the sequences of last chunks
-        for sequence, (token_id, logprobs, error) in zip(ends, samples, strict=True):
+        outputs, tokens = [], {}
+        for sequence, (token_id, logprobs, error) in zip(sampled, samples, strict=True):
             if sequence.status is FINISHED:  # cancelled: its token is dropped
                 continue
             if error is not None:
@@ -271,6 +272,7 @@ class Engine:
                 continue
             generated, detokenizer = sequence.generated_token_ids, sequence.detokenizer
             generated.append(token_id)
+            tokens[sequence.trace_name] = token_id
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
             if sequence.first_token_time is None:
@@ -288,10 +290,11 @@ class Engine:
                 elif len(generated) >= sequence.max_new_tokens:
                     reason = "length"
             if reason is None:
-                outputs.append(RequestOutput(sequence, [token_id], new_text))
+                if not sequence.params.final_only:
+                    outputs.append(RequestOutput(sequence, [token_id], new_text))
             else:
                 outputs.append(self._finish(sequence, reason, [token_id], new_text, error))
-        return outputs
+        return outputs, tokens
 
     def _finish(self, sequence: Sequence, reason: str, new_token_ids=(), new_text="", error=None) -> RequestOutput:
         """End a request now; returns its one terminal output, with the text held back so far."""
@@ -309,6 +312,8 @@ class Engine:
 
     def _apply_cancels(self) -> list[RequestOutput]:
         """End the requests whose cancelling was asked for."""
+        if not self._to_cancel:
+            return []
         asked = [self._sequences.get(request_id) for request_id in list(self._to_cancel)]
         self._to_cancel.clear()
         ended = sorted((s for s in asked if s is not None and s.status is not FINISHED), key=lambda s: s.arrival)

@@ -49,7 +49,9 @@ class Recorder:
             request.finish_reason, request.finish_time = sequence.finish_reason, sequence.finish_time
             request.finish_step = self._record.index
 
-    def step_ended(self, scheduled: SchedulerOutput, preempted: list[Sequence], outputs: list, time: float) -> None:
+    def step_ended(
+        self, scheduled: SchedulerOutput, preempted: list[Sequence], tokens: dict[str, int], outputs: list, time: float
+    ) -> None:
         """Complete the step's record and put it into the trace; a new one begins."""
         record, self._record = self._record, StepRecord(index=self._record.index + 1)
         before, self.reasons = self.reasons, scheduled.reasons
@@ -65,9 +67,7 @@ class Recorder:
             record.preempted = [sequence.trace_name for sequence in preempted]
             for sequence in scheduled.admitted:
                 self.trace.requests[sequence.trace_name].prefix_hit_tokens = sequence.prefix_hit_tokens
-            record.tokens = {
-                output.sequence.trace_name: output.new_token_ids[-1] for output in outputs if output.new_token_ids
-            }
+            record.tokens = tokens
             self.trace.steps.append(record)
         for output in outputs:
             if output.finished:

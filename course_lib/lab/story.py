@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from math import inf
-from operator import itemgetter
 
 from ..trace import Trace
 
@@ -64,6 +63,7 @@ class Story:
     long_prompt: int  # a prompt of more tokens than this stands out
     stalled: Life | None  # the request with the longest gap
     _slow: dict[float, list[int]] = field(default_factory=dict)
+    _longest: dict[Run, float] = field(default_factory=dict)
 
     @property
     def reasons(self) -> list[str]:
@@ -78,6 +78,12 @@ class Story:
     def gap(self, before: int, after: int) -> float:
         """Seconds between the tokens of two steps."""
         return round(self.ends[after] - self.ends[before], 9)
+
+    def longest_step(self, run: Run) -> float:
+        """The longest time between two neighbours in a run of tokens. (Many requests have the same runs.)"""
+        if run not in self._longest:
+            self._longest[run] = max(self.steps[run[0] + 1 : run[1] + 1], default=0.0)
+        return self._longest[run]
 
     def long_gaps(self, life: Life, least: float) -> list[Run]:
         """The places of the two tokens around each gap of at least `least` seconds, in order."""
@@ -140,16 +146,18 @@ def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
 
     def follow(now, open_runs: dict[str, int], place: int, kind: str) -> None:
         """Begin and end the runs of those that changed."""
+        if open_runs.keys() == now:
+            return
         for name in open_runs.keys() - now:
             getattr(lives[name], kind).append((open_runs.pop(name), place - 1))
         for name in now - open_runs.keys():
             open_runs[name] = place
 
     for place, step in enumerate(trace.steps):
-        prefills = [chunk for chunk in step.chunks if chunk[3] != "decode"]  # few, while decodes may be hundreds
+        decodes = {chunk[0] for chunk in step.chunks if chunk[3] == "decode"}
+        prefills = [chunk for chunk in step.chunks if chunk[3] != "decode"] if len(decodes) < len(step.chunks) else []
         for name, start, num_tokens, _, _ in prefills:
             lives[name].prefills.append((place, start, start + num_tokens - 1))
-        decodes = set(map(itemgetter(0), step.chunks)).difference([chunk[0] for chunk in prefills])
         follow(decodes, decoding, place, "decodes")
         follow(step.tokens.keys(), emitting, place, "tokens")
         for name in step.preempted:
@@ -163,9 +171,7 @@ def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
 def _longest_gap(story: Story, life: Life) -> float:
     """The longest time between two tokens in a row; 0 when there are fewer than two."""
     longest = max((story.gap(*pair) for pair in life.breaks), default=0.0)
-    for first, last in life.tokens:
-        longest = max([longest, *story.steps[first + 1 : last + 1]])
-    return longest
+    return max([longest, *(story.longest_step(run) for run in life.tokens)])
 
 
 def _typical_gap(story: Story) -> float:
