@@ -15,6 +15,7 @@ from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.lab.block_map import read_pool
 from course_lib.lab.frame import frame
 from course_lib.lab.live_run import LiveRun
+from course_lib.metrics import of_requests
 from course_lib.runners import FakeRunner
 
 scheduler_lab = pytest.importorskip("course_lib.lab.scheduler_lab")
@@ -164,7 +165,7 @@ def test_the_code_of_any_settings_makes_the_same_trace():
 
 def test_each_preset_shows_its_idea():
     traces = {key: scheduler_lab.Settings(**changes).run() for key, _, _, changes in scheduler_lab.PRESETS}
-    numbers = {key: scheduler_lab.of_requests(trace) for key, trace in traces.items()}
+    numbers = {key: of_requests(trace) for key, trace in traces.items()}
 
     def gap(key):
         return max(request.stall for name, request in numbers[key].items() if name.startswith("chat"))
@@ -174,16 +175,16 @@ def test_each_preset_shows_its_idea():
 
     def ttft_of_newcomers(changes):
         trace = scheduler_lab.Settings(**changes).run()
-        times = [r.ttft for name, r in scheduler_lab.of_requests(trace).items() if name.startswith("new")]
+        times = [r.ttft for name, r in of_requests(trace).items() if name.startswith("new")]
         return sum(times) / len(times)
 
     presets = {key: changes for key, _, _, changes in scheduler_lab.PRESETS}
     assert gap("stall") > 5 * gap("chunks") and gap("stall") > 1.5 * gap("too_big") > 4 * gap("chunks")
     assert ttft("too_small") > 3 * ttft("chunks") and gap("too_small") < gap("chunks") / 3
     uncapped = scheduler_lab.Settings(**presets["decode_cap"] | {"decode_share": 1.0}).run()
-    assert ttft("decode_cap") < scheduler_lab.of_requests(uncapped)["long"].ttft
+    assert ttft("decode_cap") < of_requests(uncapped)["long"].ttft
     patient = scheduler_lab.Settings(**presets["starvation"] | {"policy": "prefilling_first"}).run()
-    assert ttft("starvation") > 1.8 * scheduler_lab.of_requests(patient)["long"].ttft
+    assert ttft("starvation") > 1.8 * of_requests(patient)["long"].ttft
     assert any(step.preempted for step in traces["pressure"].steps)
     assert traces["prefix"].requests["long"].prefix_hit_tokens == 6144
     assert ttft_of_newcomers(presets["fair"]) < 0.5 * ttft_of_newcomers(presets["fair"] | {"policy": "prefilling_first"})

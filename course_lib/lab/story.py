@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 
 from ..trace import Trace
@@ -78,6 +79,20 @@ class Story:
     def gap(self, before: int, after: int) -> float:
         """Seconds between the tokens of two steps."""
         return round(self.ends[after] - self.ends[before], 9)
+
+    def gaps(self, lives: list[Life]) -> list[tuple[Run, int]]:
+        """The gaps between two tokens of these requests: the places of the two, and in how many requests.
+
+        Counted step by step instead of one by one.
+        """
+        change = [0] * (len(self.steps) + 1)  # in how many requests' runs does a step lie?
+        counts: list[tuple[Run, int]] = []
+        for life in lives:
+            counts += [(pair, 1) for pair in life.breaks]
+            for first, last in life.tokens:
+                change[first + 1] += 1
+                change[last + 1] -= 1
+        return counts + [((place - 1, place), count) for place, count in enumerate(accumulate(change[:-1])) if count]
 
     def longest_step(self, run: Run) -> float:
         """The longest time between two neighbours in a run of tokens. (Many requests have the same runs.)"""
@@ -175,18 +190,8 @@ def _longest_gap(story: Story, life: Life) -> float:
 
 
 def _typical_gap(story: Story) -> float:
-    """The median of all gaps, counted step by step instead of one by one."""
-    change = [0] * (len(story.steps) + 1)  # in how many requests' runs does a step lie?
-    counts: list[tuple[float, int]] = []
-    for life in story.lives:
-        counts += [(story.gap(*pair), 1) for pair in life.breaks]
-        for first, last in life.tokens:
-            change[first + 1] += 1
-            change[last + 1] -= 1
-    inside = 0
-    for gap, delta in zip(story.steps, change, strict=False):
-        inside += delta
-        counts.append((gap, inside))
+    """The median of all gaps."""
+    counts = [(story.gap(*pair), count) for pair, count in story.gaps(story.lives)]
     half = sum(count for _, count in counts) // 2
     for gap, count in sorted(counts):
         half -= count
