@@ -189,7 +189,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns an output per request that got a token or ended."""
         self._compute()
-        return self._deliver()
+        return self._deliver() if self._outbox else []
 
     def _compute(self) -> None:
         """One step, its outputs put into the outbox."""
