@@ -24,7 +24,7 @@ from course_lib.trace import Trace
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(num_requests=10, num_blocks=32, block_size=8, cancel_at=None, **settings):
+def run(num_requests=10, num_blocks=32, block_size=8, **settings):
     """A real engine's trace: prompts with a common beginning, in a pool that is too small for all."""
     config = EngineConfig(block_size=block_size, num_blocks=num_blocks, max_num_batched_tokens=64, max_num_seqs=8,
                           max_prefill_chunk_size=24, **settings)  # fmt: skip
