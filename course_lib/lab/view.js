@@ -41,6 +41,7 @@ const CSS = `
 .lmv th,.lmv td{padding:0 22px 0 0;text-align:right;font-weight:400;background:none;border:0;color:inherit}
 .lmv th,.lmv td{white-space:nowrap}
 .lmv th:first-child{text-align:left}
+.lmv-readouts{overflow-x:auto}
 .lmv td{font-weight:600}
 .lmv textarea{width:calc(100% - 16px);margin:6px 8px;height:13em;font:12px/1.4 ui-monospace,monospace}
 .lmv-request{display:grid;grid-template-columns:9em 1fr auto;gap:10px;align-items:start;margin:4px 8px;
@@ -178,7 +179,7 @@ class View {
     make(root, "style", { text: CSS });
     this.form = make(root, "div");
     this.note = make(root, "div", { class: "lmv-note lmv-bar", role: "alert" });
-    this.readouts = make(root, "div");
+    this.readouts = make(root, "div", { class: "lmv-readouts" });
     this.makeBar(root);
     this.picture = make(root, "div", { class: "lmv-picture", tabindex: "0", role: "application", "aria-roledescription": "timeline" });
     this.texts = make(root, "div");
