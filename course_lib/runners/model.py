@@ -74,10 +74,11 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, vocab] of the rows to sample; the K/V of all rows is stored on the way."""
-        device = self.model.device
-        token_ids, positions = torch.tensor([batch.token_ids, batch.positions], device=device)
-        rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=device)
-        paged = PagedContext(batch, self.kv_cache, BACKENDS[self.attention])
+        paged = PagedContext(batch, self.kv_cache, BACKENDS[self.attention], self._num_heads)
+        return self._logits(paged.token_ids, paged.positions, paged.sample_rows, paged)
+
+    def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged) -> torch.Tensor:
+        """token_ids [T], positions [T], rows [R] -> logits [R, vocab], by the packed copy or by the model's own forward."""
         if self.packed is not None:
             return self.packed(token_ids, positions, rows, paged)
         with self._paged_attention():
