@@ -1,7 +1,7 @@
-"""Decodes on graphs must give what the plain forward gives; and a step must read the device once.
+"""The engine's way over a GPU: CUDA graphs, one copy and one read a step, a pool sized from free memory.
 
 A graph replays the same calls on the same buffers. Without a GPU a stand-in does that: it makes the recorded call anew.
-The tests marked gpu record real CUDA graphs.
+The tests marked gpu record real CUDA graphs. Either way the tokens must be those of the plain forward.
 """
 
 import random
@@ -12,7 +12,11 @@ import torch
 
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.batch import Batch, build_batch
+from course_lib.hardware import num_blocks_for
 from course_lib.model import decode_graphs, load_model, transfer
+from course_lib.model.kv_cache import KVCache, blocks_that_fit, free_memory, total_memory
+from course_lib.runners import FakeRunner, SimulatedRunner
+from course_lib.runners import model as runner_module
 from course_lib.runners.model import ModelRunner
 
 pytest.importorskip("triton", reason="needs the package triton, which is not installed here")
@@ -30,6 +34,8 @@ GPU = pytest.param(
         pytest.mark.skipif(HAS_GPU and kernels.INTERPRETED, reason="TRITON_INTERPRET is set: no kernel is compiled"),
     ],
 )
+NAN = float("nan")
+
 
 class StandIn:
     """In place of a CUDA graph: replaying calls the recorded function again. Counts both."""
@@ -325,3 +331,107 @@ def test_on_a_gpu_a_forward_never_waits_and_a_step_waits_once(name, forward, dev
 # --- the size of the pool ---
 
 
+def test_a_block_takes_keys_and_values_of_all_layers():
+    assert KVCache.bytes_per_token(30, 3, 64, torch.bfloat16) * 16 == 2 * 30 * 3 * 64 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("free", "step", "fraction", "blocks"),
+    [
+        (10_000, 0, 1.0, 100),
+        (10_099, 0, 1.0, 100),  # a part of a block is none
+        (10_000, 0, 0.9, 90),
+        (10_000, 1000, 0.9, 80),  # the step takes its part of what is used, not of what is left over
+        (1_000, 800, 0.9, 1),
+    ],
+)
+def test_the_pool_takes_a_part_of_the_free_memory_less_what_a_step_takes(free, step, fraction, blocks):
+    assert blocks_that_fit(100, free, step, fraction) == blocks
+
+
+def test_a_memory_without_room_for_a_block_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"num_blocks=None: no block of 0.5 MB fits: 1.00 GB are free.* is 0.9.* 0.90 GB"):
+        blocks_that_fit(500_000, 10**9, 899_600_000)
+    for fraction in (0, -0.1, 1.01, NAN):
+        with pytest.raises(ValueError, match=r"memory_fraction=.* above 0 and at most 1"):
+            blocks_that_fit(100, 10_000, 0, fraction)
+
+
+def test_a_pool_without_a_number_of_blocks_is_sized_by_the_runner(tiny, monkeypatch):
+    monkeypatch.setattr(runner_module, "free_memory", lambda device: 10_000_000)
+    runner = ModelRunner(tiny)
+    engine = Engine(runner, EngineConfig(num_blocks=None, block_size=4))
+    per_block = 2 * 2 * 2 * 16 * 4 * 4  # K and V, layers, K/V heads, head size, bytes, tokens
+    assert engine.config.num_blocks == runner.kv_cache.num_blocks == int(0.9 * 10_000_000) // per_block
+    assert engine.max_model_len == 2048  # the model's own limit
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].finished
+    assert engine.trace.config["num_blocks"] == engine.config.num_blocks
+    monkeypatch.setattr(runner_module, "free_memory", lambda device: 10**15)
+    engine = Engine(runner, EngineConfig(num_blocks=None))
+    assert engine.config.num_blocks == 4 * 2**30 // (4 * per_block)  # the limit of a CPU; blocks of 16 tokens
+    assert runner.blocks_that_fit(EngineConfig(), memory_fraction=1e-9) == 10**6 // (4 * per_block)
+
+
+def test_the_limits_hold_for_a_pool_that_was_sized(tiny, monkeypatch):
+    monkeypatch.setattr(runner_module, "free_memory", lambda device: 100_000)  # 90,000 are 21 blocks of 4,096 bytes
+    config = EngineConfig(num_blocks=None, block_size=8, max_model_len=169)
+    with pytest.raises(ValueError, match=r"max_model_len=169 is more than the pool holds: .* = 168 tokens"):
+        Engine(ModelRunner(tiny), config)
+    engine = Engine(ModelRunner(tiny), EngineConfig(num_blocks=None, block_size=8, max_model_len=168))
+    assert (engine.config.num_blocks, engine.max_model_len) == (21, 168)
+    monkeypatch.setattr(runner_module, "free_memory", lambda device: None)
+    with pytest.raises(ValueError, match=r"num_blocks=None: this system doesn't say how much memory is free"):
+        Engine(ModelRunner(tiny), config)
+
+
+def test_an_earlier_engine_gives_its_memory_back_before_the_pool_is_sized(tiny):
+    runner = ModelRunner(tiny)
+    first = Engine(runner, EngineConfig(num_blocks=8))
+    old = runner.kv_cache
+    first.add_request([1, 2])
+    Engine(runner, EngineConfig(num_blocks=None, max_model_len=100))
+    assert old.k is None and old.v is None
+    with pytest.raises(RuntimeError, match="newer engine"):
+        first.step()
+
+
+def test_other_runners_know_their_memory_or_say_that_they_do_not():
+    engine = Engine(SimulatedRunner("llama3-8b", "h100"), EngineConfig(num_blocks=None))
+    assert engine.config.num_blocks == num_blocks_for("llama3-8b", "h100", 16)
+    with pytest.raises(ValueError, match=r"num_blocks=None: a FakeRunner doesn't know its memory, so give it a number"):
+        Engine(FakeRunner(), EngineConfig(num_blocks=None))
+
+
+def test_free_memory_of_this_machine_is_part_of_all_of_it():
+    assert 0 < free_memory(torch.device("cpu")) <= total_memory(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("tokens", "seqs", "lengths"), [(10, 3, [4, 4, 2]), (8, 8, [1] * 8), (9, 8, [2, 1, 1, 1, 1, 1, 1, 1])])
+def test_the_largest_step_uses_up_both_budgets(tokens, seqs, lengths):
+    config = EngineConfig(num_blocks=None, block_size=2, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    batch = runner_module.largest_batch(config, 100)
+    assert batch.context_lens == lengths and len(batch.token_ids) == tokens and len(batch.sample_rows) == seqs
+    blocks = [block for table in batch.block_tables for block in table]
+    assert blocks == list(range(len(blocks)))
+    assert runner_module.largest_batch(config, 3).context_lens == [min(3, length) for length in lengths]
+
+
+def test_the_largest_step_runs(tiny):
+    batch = runner_module.largest_batch(EngineConfig(max_num_batched_tokens=70, max_num_seqs=4), 2048)
+    runner = ModelRunner(tiny)
+    runner.init_kv_cache(max(map(max, batch.block_tables)) + 1, 16)
+    assert len(runner.execute(batch)) == 4
+
+
+@pytest.mark.parametrize("device", [GPU])
+def test_a_gpu_is_filled_but_for_a_tenth_and_a_second_engine_gets_as_much(device):
+    runner = ModelRunner(load_model("tiny", device=device, dtype="bfloat16"))
+    config = EngineConfig(num_blocks=None, max_num_batched_tokens=2048)
+    before = free_memory(runner.model.device)
+    sizes = []
+    for _ in range(2):
+        engine = Engine(runner, config)
+        assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"
+        sizes.append(engine.config.num_blocks)
+        assert 0.05 * before < free_memory(runner.model.device) < 0.15 * before
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)

@@ -128,7 +128,8 @@ class ModelRunner:
     def forward_plainly(self, batch: Batch) -> torch.Tensor:
         """The same, without CUDA graphs."""
         paged = PagedContext(batch, self.kv_cache, BACKENDS[self.attention], self._num_heads)
-        return self._logits(paged.token_ids, paged.positions, paged.sample_rows, paged)
+        with torch.cuda.device_of(self.kv_cache.k):  # the GPU on which Triton starts its kernels; no GPU, no effect
+            return self._logits(paged.token_ids, paged.positions, paged.sample_rows, paged)
 
     def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged) -> torch.Tensor:
         """token_ids [T], positions [T], rows [R] -> logits [R, vocab], by the packed copy or by the model's own forward."""

@@ -25,8 +25,7 @@ from .torch_paged import attend as torch_paged
 
 def attend_with_triton(query: torch.Tensor, layer: int, paged: PagedContext, scaling: float) -> torch.Tensor:
     """query [T, heads, head_dim] -> output [T, heads, head_dim], by our own GPU kernels."""
-    with torch.cuda.device_of(query):
-        return triton_kernels().attend(query, layer, paged, scaling)
+    return paged.kernels.attend(query, layer, paged, scaling)
 
 
 def triton_kernels():
@@ -92,12 +91,12 @@ class PagedAttention:
     ) -> None:
         self.kv_cache, self._backend, self.slot_mapping = kv_cache, backend, slot_mapping
         self.max_context_len, self.plan = max_context_len, plan
+        self.kernels = triton_kernels() if backend is attend_with_triton else None
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write this step's key and value [T, kv_heads, head_dim] of one layer into their slots."""
-        if self._backend is attend_with_triton:
-            with torch.cuda.device_of(key):  # the GPU on which Triton starts its kernels
-                triton_kernels().store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
+        if self.kernels is not None:
+            self.kernels.store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
         else:
             self.kv_cache.store(layer, key, value, self.slot_mapping)
 
