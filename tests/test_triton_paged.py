@@ -243,6 +243,15 @@ def test_thousands_of_tokens(device):
     check(Case([(1025, 1025)], heads=2, kv_heads=1, block_size=1), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_with_the_slot_minus_one_is_stored_nowhere(device):
+    key = torch.ones(3, 2, 16, device=device)
+    memory = torch.zeros(2, 8, 2, 16, device=device)
+    caches = memory[:, 4:]  # what lies before them is written if -1 is taken for a slot
+    kernels.store_kv(key, 2 * key, *caches, torch.tensor([-1, 2, -1], device=device))
+    assert memory.sum(dim=(-1, -2)).tolist() == [[0, 0, 0, 0, 0, 0, 32, 0], [0, 0, 0, 0, 0, 0, 64, 0]]
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_cache_of_more_than_two_billion_numbers(device):
     if torch.cuda.mem_get_info()[0] < 12e9:

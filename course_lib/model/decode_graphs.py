@@ -85,6 +85,7 @@ class DecodeGraphs:
         """Does every sequence of the batch compute one token, and is each of them sampled?"""
         return len(batch.sample_rows) == len(batch.token_ids) <= MAX_ROWS
 
+    @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [R, vocab] of such a batch, as forward() computes them. The next run overwrites them."""
         rows = graph_rows(len(batch.token_ids))

@@ -181,8 +181,10 @@ class ModelRunner:
                 f"cuda_graphs=True needs a model on a CUDA GPU and attention='triton_paged', "
                 f"got a model on {device} and attention={self.attention!r}"
             )
-        # Some rotary embeddings decide on the host, by the positions; and what other models do isn't known.
-        return can and bool(cuda_graphs is True or (self.packed and self.packed.rotary.rope_type not in ("dynamic", "longrope")))
+        if cuda_graphs != "auto":
+            return cuda_graphs
+        # The forward of any other model may need the host; so do two kinds of rotary embedding, which look at the positions.
+        return can and self.packed is not None and self.packed.rotary.rope_type not in ("dynamic", "longrope")
 
     @contextmanager
     def _paged_attention(self):
