@@ -13,6 +13,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from . import invariants
 from . import metrics as metrics_module
@@ -57,6 +58,10 @@ class Engine:
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         if not callable(getattr(runner, "execute", None)):
             raise TypeError(f"runner must be a runner, like FakeRunner() or ModelRunner('smollm2'), got {runner!r:.200}")
+        if config.num_blocks is None:
+            if not callable(getattr(runner, "blocks_that_fit", None)):
+                raise ValueError(f"num_blocks=None: a {type(runner).__name__} doesn't know its memory, so give it a number")
+            config = replace(config, num_blocks=runner.blocks_that_fit(config))
         self.runner = runner
         self.config = config
         self.max_model_len = config.resolve_max_model_len(runner.max_model_len)
