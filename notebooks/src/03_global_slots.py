@@ -292,10 +292,11 @@ source(build_batch, mark=("positions +=", "slots +="), first="for sequence, star
 # several chunks; the chunk a multiple of the block or not. Here is that matrix, on a shuffled pool, for blocks of 16:
 
 # %% name="matrix"
-SIZES = {
-    64: (("shorter than a chunk", 40), ("exactly a chunk", 64), ("one token over", 65), ("two tokens over", 66), ("several", 300)),
-    50: (("shorter than a chunk", 40), ("exactly a chunk", 50), ("one token over", 51), ("two tokens over", 52), ("several", 300)),
-    1000: (("shorter than a chunk", 999), ("exactly a chunk", 1000), ("one token over", 1001), ("two tokens over", 1002), ("several", 2500)),
+CASES = ("shorter than a chunk", "exactly a chunk", "one token over", "two tokens over", "several chunks")
+LENGTHS = {  # chunk size: a prompt of each kind
+    64: (40, 64, 65, 66, 300),
+    50: (40, 50, 51, 52, 300),
+    1000: (999, 1000, 1001, 1002, 2500),
 }
 
 
@@ -309,24 +310,23 @@ def tokens(mapping, prompt, chunk_size):
 
 
 def matrix(mapping):
-    """Is chunked equal to one piece, for every size? Rows and columns as printed below."""
-    return {
-        (chunk_size, name): tokens(mapping, list(range(length)), chunk_size) == FakeRunner().solo(list(range(length)), 4)
-        for chunk_size, cases in SIZES.items()
-        for name, length in cases
-    }
+    """Are the tokens those of one piece? For each chunk size, a row of True and False."""
+    rows = {}
+    for chunk_size, lengths in LENGTHS.items():
+        prompts = [list(range(length)) for length in lengths]
+        rows[chunk_size] = [tokens(mapping, prompt, chunk_size) == FakeRunner().solo(prompt, 4) for prompt in prompts]
+    return rows
 
 
-def show_matrix(title, result):
-    names = [name for name, _ in SIZES[64]]
-    print(f"{title}\n{'chunk size':>12}   " + "   ".join(names))
-    for chunk_size in SIZES:
-        cells = ("equal" if result[chunk_size, name] else "DIFFERENT" for name in names)
-        print(f"{chunk_size:12}   " + "   ".join(f"{cell:{len(name)}}" for cell, name in zip(cells, names)))
+def show_matrix(title, rows):
+    print(f"{title}\n{'chunk size':>12}   " + "   ".join(CASES))
+    for chunk_size, row in rows.items():
+        cells = (f"{'equal' if same else 'DIFFERENT':{len(case)}}" for same, case in zip(row, CASES))
+        print(f"{chunk_size:12}   " + "   ".join(cells))
 
 
 show_matrix("Our slots", matrix(slot_mapping))
-assert all(matrix(slot_mapping).values())
+assert all(all(row) for row in matrix(slot_mapping).values())
 
 # %% [markdown]
 # All equal. A test suite is only worth what it finds, so run the same matrix on the old engine, the one for whole
@@ -335,12 +335,12 @@ assert all(matrix(slot_mapping).values())
 # > **Predict, then run.** Which of the five columns will find its bug? (There is one surprise.)
 
 # %% name="guess-columns"
-my_guess_columns = ["one token over", "two tokens over", "several"]  # write yours
+my_guess_columns = ["one token over", "two tokens over", "several chunks"]  # write yours
 
 # %% name="matrix-old"
 result = matrix(whole_prompts_only)
 show_matrix("The old slots", result)
-found = [name for name, _ in SIZES[64] if not all(result[size, name] for size in SIZES)]
+found = [case for number, case in enumerate(CASES) if not all(row[number] for row in result.values())]
 print(f"\nFound by: {found}\nYou said: {my_guess_columns}")
 
 # %% [markdown]
