@@ -103,6 +103,6 @@ def describe(rows: list[list[int]], labels: list[str], keys: Sequence, wrong: in
     lines = []
     for label, row in zip(labels, rows, strict=True):
         ones = [str(key) for key, value in zip(keys, row, strict=True) if value]
-        lines.append(f"{label} sees {plural(len(ones), 'key')}" + (f" ({ones[0]} to {ones[-1]})" if ones else ""))
+        lines.append(f"query {label} sees {plural(len(ones), 'key')}" + (f" ({ones[0]} to {ones[-1]})" if ones else ""))
     text = f"Attention mask of {len(rows)} {'query' if len(rows) == 1 else 'queries'} and {plural(len(keys), 'key')}: {'; '.join(lines)}."
     return text + (f" {plural(wrong, 'place')} should be the other way round." if wrong else "")

@@ -68,7 +68,8 @@ def is_causal(num_queries, num_keys):
 
 attention.BACKENDS["is_causal"] = backend(is_causal)
 
-model = load_model("smollm2", device="cpu")
+runner = ModelRunner(load_model("smollm2", device="cpu"))
+fastest = runner.attention  # what the engine chose for this machine
 QUESTION = (
     "What is the capital of France? And which river runs through it? Please answer in one short sentence for a class "
     "of young pupils who are learning about the cities and the rivers of Europe this week, and about their history."
@@ -77,7 +78,7 @@ QUESTION = (
 
 def ask(name, chunk_size):
     """SmolLM2's answer, with the attention backend of that name."""
-    runner = ModelRunner(model, attention=name)
+    runner.attention = name
     engine = Engine(runner, EngineConfig(max_prefill_chunk_size=chunk_size, enable_prefix_caching=False))
     prompt = chat_prompt(runner.tokenizer, QUESTION)
     return engine.generate([prompt], SamplingParams(max_tokens=24), progress=False)[0].text
@@ -103,9 +104,14 @@ def mask_in_use(num_queries, num_keys):
     return scaled_dot_product_attention(q, k, v, is_causal=True)[0] > 0
 
 
-right = torch.ones(3, 8).tril(diagonal=5).bool()
+def ones_and_zeros(*rows):
+    return torch.tensor([[int(digit) for digit in row] for row in rows]).bool()
+
+
+right = ones_and_zeros("11111100", "11111110", "11111111")
 wrong = mask_in_use(3, 8)
-print(f"Must be: {right[0].sum()} ones, you said {my_guess_must}. is_causal: {wrong[0].sum()}, you said {my_guess_is_causal}.")
+print(f"Must be:   {right[0].sum()} ones in row 0. You said {my_guess_must}.")
+print(f"is_causal: {wrong[0].sum()} in row 0. You said {my_guess_is_causal}.")
 picture = {"queries": [5, 6, 7], "keys": range(8), "owners": [0] * 5 + [1] * 3, "names": ("chunk 0", "chunk 1")}
 mask_map(wrong, **picture, expected=right, title="is_causal=True, 3 queries and 8 keys")
 
@@ -188,25 +194,25 @@ for block, row in enumerate(values.view(6, BLOCK_SIZE).tolist()):
 # Take the last chunk, tokens 7, 8 and 9, and look at some ways to compute it:
 
 # %% name="some-ways"
-def mean_head(slots, first_query, mask=None):
-    """The outputs of the queries at positions first_query … 9, over the values in these slots."""
-    n = CONTEXT_LEN - first_query
-    if mask is None:
-        mask = torch.arange(len(slots)) <= torch.arange(first_query, CONTEXT_LEN)[:, None]
+from course_lib.slots import slot_mapping
+
+
+def mean_head(slots, sees):
+    """One query for each number in `sees`: it sees so many of these slots, the first ones. Returns the outputs."""
+    mask = torch.tensor([[column < number for column in range(len(slots))] for number in sees])
     gathered = values[slots].view(-1, 1, 1)
-    means = attend_one(torch.zeros(n, 1, 1), torch.zeros_like(gathered), gathered, mask, 1.0)
+    means = attend_one(torch.zeros(len(sees), 1, 1), torch.zeros_like(gathered), gathered, mask, 1.0)
     return [round(mean, 1) for mean in means.flatten().tolist()]
 
 
-all_slots = [block * BLOCK_SIZE + offset for block in BLOCK_TABLE for offset in range(BLOCK_SIZE)]
-context, own_chunk = all_slots[:10], all_slots[7:10]
+context = slot_mapping(BLOCK_TABLE, 0, CONTEXT_LEN, BLOCK_SIZE)  # where tokens 0 to 9 lie
 
 print("must be                         ", [7 / 2, 8 / 2, 9 / 2])
-print("through the block table         ", mean_head(context, first_query=7))
-print("the first 10 slots of the pool  ", mean_head(list(range(10)), first_query=7))
-print("only the chunk's own K/V        ", mean_head(own_chunk, 7, torch.ones(3, 3).tril().bool()))
+print("through the block table         ", mean_head(context, sees=(8, 9, 10)))
+print("the first 10 slots of the pool  ", mean_head(list(range(10)), sees=(8, 9, 10)))
+print("only the chunk's own K/V        ", mean_head(context[7:], sees=(1, 2, 3)))
 
-weights = torch.softmax(torch.zeros(3, 10), dim=1) * torch.ones(3, 10).tril(diagonal=7)
+weights = torch.softmax(torch.zeros(3, 10), dim=1) * ones_and_zeros("1111111100", "1111111110", "1111111111")
 print("softmax first, then the mask    ", [round(x, 1) for x in (weights @ values[context]).tolist()], end="   ")
 print("sums of the rows:", [round(x, 1) for x in weights.sum(dim=1).tolist()])
 
@@ -229,20 +235,11 @@ print("sums of the rows:", [round(x, 1) for x in weights.sum(dim=1).tolist()])
 my_guess = "A"  # write yours
 
 # %% name="stale-slots"
-def with_stale(content):
-    """Query 9 over all 12 slots, the last two masked, when the free slots hold `content`."""
-    stale = all_slots[10:]
-    before = values[stale].clone()
-    if content is not None:
-        values[stale] = content
-    result = mean_head(all_slots, first_query=9)
-    values[stale] = before
-    return result[0]
-
-
-print(f"masked, stale slots hold 1014 and 1015: {with_stale(None)}")
-print(f"masked, stale slots hold NaN:           {with_stale(float('nan'))}")
-print(f"no mask, as 'a decode sees everything': {mean_head(all_slots, 9, torch.ones(1, 12).bool())[0]}")
+whole_blocks = slot_mapping(BLOCK_TABLE, 0, 12, BLOCK_SIZE)
+print("masked, stale slots hold 1014 and 1015:", mean_head(whole_blocks, sees=[10]))
+print("no mask, as 'a decode sees everything':", mean_head(whole_blocks, sees=[12]))
+values[whole_blocks[10:]] = float("nan")
+print("masked, stale slots hold NaN:          ", mean_head(whole_blocks, sees=[10]))
 print(f"You said {my_guess}.")
 
 # %% [markdown]
@@ -250,29 +247,28 @@ print(f"You said {my_guess}.")
 # NaN among them. So it isn't enough to give a stale slot no weight: it must not be *read*, or what is read must be
 # replaced by 0. Keep this in mind for the kernel.
 #
-# The last line is worse in practice, because it gives a number: whoever skips the mask in a decode ("it may look at
+# The second line is worse in practice, because it gives a number: whoever skips the mask in a decode ("it may look at
 # everything") *and* reads whole blocks gets an answer that depends on who had the block before.
 #
 # The engine's test for all this is brutal: before every step, fill every block that nobody holds with NaN.
 
 # %% name="poison"
-class Poisoned(ModelRunner):
-    """A runner that fills the free blocks with NaN before every step."""
+def run_poisoned(name):
+    """The answer, with NaN in every free block before every step."""
 
-    def execute(self, batch):
-        held = {block for table in batch.block_tables for block in table}
-        self.kv_cache.poison([block for block in range(self.kv_cache.num_blocks) if block not in held])
-        return super().execute(batch)
+    def poison(scheduled):
+        runner.kv_cache.poison(engine.block_manager.free_blocks())
 
-
-for name in ("reference", "torch_paged", attention.choose_backend("auto", 9, 3, 64, torch.float32, torch.device("cpu"))):
-    engine = Engine(
-        Poisoned(model, attention=name), EngineConfig(num_blocks=16, max_prefill_chunk_size=37, enable_prefix_caching=False)
-    )
+    runner.attention = name
+    config = EngineConfig(num_blocks=16, max_prefill_chunk_size=37, enable_prefix_caching=False)
+    engine = Engine(runner, config, on_step=poison)
     engine.block_manager.shuffle_free_blocks(seed=1)
-    prompt = chat_prompt(model.tokenizer, QUESTION)
-    [output] = engine.generate([prompt], SamplingParams(max_tokens=24), progress=False)
-    print(repr(output.text))
+    prompt = chat_prompt(runner.tokenizer, QUESTION)
+    return engine.generate([prompt], SamplingParams(max_tokens=24), progress=False)[0].text
+
+
+for name in ("reference", "torch_paged", fastest):
+    print(repr(run_poisoned(name)))
 
 # %% [markdown]
 # ## Two requests in one row
@@ -283,20 +279,15 @@ for name in ("reference", "torch_paged", attention.choose_backend("auto", 9, 3, 
 # Request A has computed 3 tokens before and brings 2 more (positions 3 and 4). Request B brings its first 3.
 
 # %% name="flat-batch"
-query_of = ["A", "A", "B", "B", "B"]
-query_pos = torch.tensor([3, 4, 0, 1, 2])
-key_of = ["A"] * 5 + ["B"] * 3
-key_pos = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
-
-same_request = torch.tensor([[q == k for k in key_of] for q in query_of])
-by_position = key_pos <= query_pos[:, None]
-batch_picture = {
-    "queries": [f"{name}{pos}" for name, pos in zip(query_of, query_pos.tolist())],
-    "keys": [f"{name}{pos}" for name, pos in zip(key_of, key_pos.tolist())],
+by_position = ones_and_zeros("11110111", "11111111", "10000100", "11000110", "11100111")
+with_borders = ones_and_zeros("11110000", "11111000", "00000100", "00000110", "00000111")
+picture = {
+    "queries": ["A3", "A4", "B0", "B1", "B2"],
+    "keys": ["A0", "A1", "A2", "A3", "A4", "B0", "B1", "B2"],
     "owners": [0] * 5 + [1] * 3,
     "names": ("keys of A", "keys of B"),
 }
-mask_map(by_position, **batch_picture, expected=by_position & same_request, title="Positions alone: requests read each other")
+mask_map(by_position, **picture, expected=with_borders, title="Positions alone: requests read each other")
 
 # %% [markdown]
 # "May look" has two halves: the *same request*, and not in the future. The reference and the kernels never build this
@@ -307,7 +298,7 @@ mask_map(by_position, **batch_picture, expected=by_position & same_request, titl
 A, B = torch.arange(5.0), 100 + torch.arange(3.0)  # the values of the two requests
 both = torch.cat([A, B]).view(-1, 1, 1)
 zeros = torch.zeros(5, 1, 1)
-for title, mask in (("positions alone", by_position), ("with borders", by_position & same_request)):
+for title, mask in (("positions alone", by_position), ("with borders", with_borders)):
     means = attend_one(zeros, torch.zeros_like(both), both, mask, 1.0).flatten().tolist()
     print(f"{title:16}", [round(mean, 1) for mean in means])
 print("each alone      ", [1.5, 2.0], "and", [100.0, 100.5, 101.0])
@@ -341,7 +332,7 @@ for tile_scores, tile_values in zip(scores.split(3), vals.split(3)):
     before = largest
     largest = max(before, tile_scores.max().item())
     factor = torch.tensor(before - largest).exp().item()  # what the older sums are still worth
-    print(f"tile {tile_scores.tolist()}: largest {before} -> {largest}, the old sum {total:.4f} becomes {total * factor:.4f}")
+    print(f"tile {tile_scores.tolist()}: largest {before} -> {largest}; sum so far {total:.4f} -> {total * factor:.4f}")
     tile_weights = (tile_scores - largest).exp()
     total = total * factor + tile_weights.sum().item()
     weighted = weighted * factor + (tile_weights * tile_values).sum().item()
@@ -358,13 +349,12 @@ print(f"The 1.50 becomes {1.5032 * torch.tensor(-2.0).exp():.4f}. You said {my_g
 # Ours is in [triton_paged.py](../course_lib/model/attention/triton_paged.py), and is meant to be read. A Triton kernel is
 # a function that the GPU runs many times at once; each run, a *program*, has its number and its own piece of work. One
 # program of this kernel takes a tile of queries, all heads that share a K/V head, and walks over the keys. With keys
-# in tiles of 4 (in truth 64), tokens 9 to 11 of a request with two heads:
+# in tiles of 4 (in truth up to 64), tokens 9 to 11 of a request with two heads:
 
 # %% name="tiles"
-tokens = [9, 9, 10, 10, 11, 11]
-tile_mask = torch.arange(20) <= torch.tensor(tokens)[:, None]
-rows = [f"token {token} head {number % 2}" for number, token in enumerate(tokens)]
-mask_map(tile_mask, queries=rows, keys=range(20), tile=4, title="What one program computes")
+rows = [f"token {token} head {head}" for token in (9, 10, 11) for head in (0, 1)]
+sees = ["1" * number + "0" * (20 - number) for number in (10, 10, 11, 11, 12, 12)]
+mask_map(ones_and_zeros(*sees), queries=rows, keys=range(20), tile=4, title="What one program computes")
 
 # %% [markdown]
 # Tiles behind the last query aren't loaded at all. Only the tile on the diagonal needs the mask.
