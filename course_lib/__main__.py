@@ -1,4 +1,4 @@
-"""python -m course_lib demo | simulate | bench | gpu-check | doctor | fetch"""
+"""python -m course_lib demo | simulate | check | bench | gpu-check | doctor | fetch"""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
     simulation = commands.add_parser("simulate", help="the stall on a chip that you don't have: virtual time, no model, no torch")
     add_arguments(simulation, positive)
+    checking = commands.add_parser("check", help="your exercises: what is done; or check notebooks, one's own or a class's")
+    checking.add_argument("paths", nargs="*", metavar="PATH", help="notebooks, or folders of them, to run and check")
+    checking.add_argument("--all", action="store_true", help="the table of all exercises, as remembered from their check cells")
+    checking.add_argument("--csv", metavar="FILE", help="with PATH: where the results go (default: the terminal)")
     bench = commands.add_parser("bench", help="measure the engine, beside what you would pick instead")
     bench.add_argument("parts", nargs="*", choices=["overhead", "latency", "throughput", "chunks", []], metavar="PART",
                        help="overhead, latency, throughput, chunks (default: all of them)")  # fmt: skip
@@ -37,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--workloads", nargs="+", choices=["short", "long"], help="of throughput (default: both)")
     bench.add_argument("--contenders", nargs="+", metavar="NAME", help="of throughput (default: all that are installed)")
     bench.add_argument("--vllm-venv", default=".venv-vllm", metavar="FOLDER", help="where vLLM's CPU build is (default .venv-vllm)")
+    bench.add_argument("--url", help="measure an OpenAI-compatible server with the demo's workload instead, from the client's side")
+    bench.add_argument("--model", help="with --url: the model's name there (default: the first that it lists)")
+    bench.add_argument("--chunk", type=positive, help="with --url: this engine's chunk size beside it (default: whole prompts)")
+    bench.add_argument("--svg", metavar="FILE", help="with --url: also write both timelines as one SVG picture")
     bench.add_argument("--out", metavar="FOLDER", help="where the raw numbers go (default bench/results)")
     gpu = commands.add_parser("gpu-check", help="test the GPU kernels on this GPU and measure them beside other libraries")
     gpu.add_argument("--out", metavar="FILE", help="where the measurements go, as JSON (default bench/results/gpu_check.json)")
@@ -47,6 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "demo":
         from .demo import main as command
 
+        return command(args)
+    if args.command == "check":
+        from .checks.command import main as command
+
+        if args.all == bool(args.paths) or (args.csv and not args.paths):
+            checking.error("give either --all, or one PATH or more (with --csv FILE, if you like)")
         return command(args)
     if args.command == "gpu-check":
         from .gpu_check import main as command

@@ -1421,7 +1421,7 @@ def test_on_step_sees_what_is_about_to_be_computed():
 
 # In the order in which a request flows through them: a module may import only from those before it.
 ORDER = [
-    "validation", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
+    "validation", "vllm_flags", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
     "batch", "hardware", "cost_model", "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants",
     "engine", "calibrate", "workloads", "capacity", "lab", "checks", "__init__", "demo", "doctor", "bench", "simulate",
     "gpu_jobs", "gpu_check", "__main__",
@@ -1429,7 +1429,7 @@ ORDER = [
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
 SHOWN_WITH = {"ipywidgets", "matplotlib", "IPython", "anywidget", "traitlets", "tqdm"}
 VIEWS = {("lab", "view")}  # classes that are widgets: imported when one is shown, and by nothing else
-COMMANDS = {"demo", "doctor", "bench", "simulate", "gpu_jobs", "gpu_check", "__main__"}  # may look at anything, inside a function
+COMMANDS = {"checks", "demo", "doctor", "bench", "simulate", "gpu_jobs", "gpu_check", "__main__"}  # may look at anything, inside a function
 
 
 def modules():
