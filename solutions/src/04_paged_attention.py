@@ -10,9 +10,9 @@ import torch
 
 from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams, load_model
 from course_lib.checks import NotDone, check
-from course_lib.checks.kernels import launch, tl, triton  # in Triton's interpreter, or on your GPU
+from course_lib.model.own_kernels import launch, tl, triton  # Triton: its interpreter, or your GPU
 from course_lib.demo import chat_prompt
-from course_lib.lab import alt_text, show, timeline
+from course_lib.lab import block_map, block_map_alt, show
 from course_lib.lab.mask_map import mask_map
 from course_lib.model import attention
 
@@ -119,7 +119,7 @@ def paged_attention(query, keys, values, block_tables, context_lens, query_start
     Returns [T, H, D]: for each query the mean of the values that it sees, weighted by softmax(scores).
     """
     ### BEGIN SOLUTION
-    output = torch.zeros_like(query)
+    output = torch.zeros(query.shape)
     for s, length in enumerate(context_lens):
         first, end = query_start_loc[s], query_start_loc[s + 1]
         num_queries = end - first
@@ -181,7 +181,7 @@ expected = Engine(runner, EngineConfig(num_blocks=64)).generate(prompts, Samplin
 for question, output, other in zip(questions, outputs, expected):
     print(f"{question:62} {output.text!r}")
     assert output.token_ids == other.token_ids, "other tokens than the engine's own attention gives"
-show(timeline(engine.trace, by="step", title="SmolLM2 on your attention"), alt_text(engine.trace))
+show(block_map(engine.trace, step=4, title="The blocks that your attention read in step 4"), block_map_alt(engine.trace, step=4))
 
 # %% [markdown] name="task-04-3"
 # ## 04.3 Inside the kernel
@@ -281,15 +281,15 @@ def with_your_kernel(query, layer, paged, scaling):
 
 attention.BACKENDS["yours"] = with_your_kernel
 runner = ModelRunner(load_model("tiny", device="cpu"), attention="yours")
-prompts = ["Paged attention, in a kernel of my own.", "And a second request beside it."]
+prompts = ["A kernel of my own, paged.", "Beside it."]
 config = EngineConfig(num_blocks=16, max_num_batched_tokens=32, max_num_seqs=4, max_prefill_chunk_size=20)
 engine = Engine(runner, config)
 engine.block_manager.shuffle_free_blocks(seed=4)
-outputs = engine.generate(prompts, SamplingParams(max_tokens=5), progress=False)
+outputs = engine.generate(prompts, SamplingParams(max_tokens=3), progress=False)
 
 runner.attention = "reference"
-expected = Engine(runner, EngineConfig(num_blocks=64)).generate(prompts, SamplingParams(max_tokens=5), progress=False)
+expected = Engine(runner, EngineConfig(num_blocks=64)).generate(prompts, SamplingParams(max_tokens=3), progress=False)
 for output, other in zip(outputs, expected):
     print("by your kernel:", output.token_ids, "  by the reference:", other.token_ids)
     assert output.token_ids == other.token_ids
-show(timeline(engine.trace, by="step", title="The tiny model on your kernel"), alt_text(engine.trace))
+show(block_map(engine.trace, step=1, title="The blocks that your kernel read in step 1"), block_map_alt(engine.trace, step=1))
