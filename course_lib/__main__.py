@@ -1,4 +1,4 @@
-"""python -m course_lib demo | simulate | bench | gpu-check | doctor | fetch"""
+"""python -m course_lib demo | simulate | check | bench | gpu-check | doctor | fetch"""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--svg", metavar="FILE", help="also write both timelines as one SVG picture")
     simulation = commands.add_parser("simulate", help="the stall on a chip that you don't have: virtual time, no model, no torch")
     add_arguments(simulation, positive)
+    checking = commands.add_parser("check", help="your exercises: what is done; or check notebooks, one's own or a class's")
+    checking.add_argument("paths", nargs="*", metavar="PATH", help="notebooks, or folders of them, to run and check")
+    checking.add_argument("--all", action="store_true", help="the table of all exercises, as remembered from their check cells")
+    checking.add_argument("--csv", metavar="FILE", help="with PATH: where the results go (default: the terminal)")
     bench = commands.add_parser("bench", help="measure the engine, beside what you would pick instead")
     bench.add_argument("parts", nargs="*", choices=["overhead", "latency", "throughput", "chunks", []], metavar="PART",
                        help="overhead, latency, throughput, chunks (default: all of them)")  # fmt: skip
@@ -47,6 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "demo":
         from .demo import main as command
 
+        return command(args)
+    if args.command == "check":
+        from .checks.command import main as command
+
+        if args.all == bool(args.paths) or (args.csv and not args.paths):
+            checking.error("give either --all, or one PATH or more (with --csv FILE, if you like)")
         return command(args)
     if args.command == "gpu-check":
         from .gpu_check import main as command

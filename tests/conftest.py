@@ -3,10 +3,13 @@
 import ctypes
 import os
 import sys
+import tempfile
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; tests need no network
+# Check cells remember what is done; a test's must not go into the learner's own file. Kernels inherit this.
+os.environ["COURSE_PROGRESS"] = os.path.join(tempfile.mkdtemp(prefix="course_progress_"), "progress.json")
 
 
 def has_gpu():
@@ -63,3 +66,39 @@ def smollm2():
 def smollm2_tokenizer(smollm2):
     """A real byte-pair tokenizer: a token can be part of a character, or a word with its leading space."""
     return smollm2.tokenizer
+
+
+# ---- what a run prints at its end
+
+# Seconds that a notebook may take from top to bottom. On two cores of a server most take a third of it.
+LIMITS = {"00": 180, "12": 180}
+LIMIT = 60
+NOTEBOOK_SECONDS = {}
+
+
+def pytest_runtest_logreport(report):
+    name = report.nodeid.partition("::")[0]
+    if name.endswith(".ipynb"):
+        NOTEBOOK_SECONDS[name] = NOTEBOOK_SECONDS.get(name, 0) + report.duration
+
+
+def notebook_limit(name):
+    return LIMITS.get(os.path.basename(name)[:2], LIMIT)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A notebook that takes too long is a failure."""
+    if exitstatus == 0 and any(seconds > notebook_limit(name) for name, seconds in NOTEBOOK_SECONDS.items()):
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter):
+    from helpers import SUMMARY
+
+    rows = [f"{seconds:6.1f} s of {notebook_limit(name):3} s   {name}" + ("   TOO SLOW" if seconds > notebook_limit(name) else "")
+            for name, seconds in sorted(NOTEBOOK_SECONDS.items())]  # fmt: skip
+    for title, lines in {**SUMMARY, "notebooks, from top to bottom": rows}.items():
+        if lines:
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.write_line(line)

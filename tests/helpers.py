@@ -186,3 +186,6 @@ def check_output(engine: Engine, output) -> None:
         assert scheduled == admitted and len(admitted) == 1
     victims = {s.request_id for s in output.preempted} - set(admitted)
     assert all(output.reasons[r] == "kv_blocks" for r in victims), "a victim's reason is kv_blocks"
+
+
+SUMMARY: dict[str, list[str]] = {}  # tables that the test run prints at its end, by title

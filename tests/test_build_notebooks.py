@@ -211,7 +211,7 @@ def test_running_a_notebook_is_no_edit(course):
         nb.cells.append(nbformat.v4.new_code_cell(""))
 
     course.save_by_hand(run)
-    job = builder.find_jobs(builder.LESSONS, course.root, [])[0]
+    job = builder.find_jobs([builder.LESSONS], course.root, [])[0]
     assert builder.read_target(job, force=False)[1] is not None
 
 
@@ -224,7 +224,7 @@ def test_force_overwrites_an_edited_notebook(course):
 
 def test_a_notebook_saved_while_it_is_built_is_not_overwritten(course):
     saved(course)
-    job = builder.find_jobs(builder.LESSONS, course.root, [])[0]
+    job = builder.find_jobs([builder.LESSONS], course.root, [])[0]
     before, _ = builder.read_target(job, force=False)
     course.save_by_hand(EDITS["a new cell"])
     with pytest.raises(builder.BuildError, match="during the build"):
@@ -280,7 +280,7 @@ def test_a_fault_in_a_source_is_named_before_anything_runs(course, capsys, fault
 def test_what_only_looks_like_a_fault_is_built(course):
     course.write("# ---\n# jupyter:\n#   kernelspec: x\n# ---\n\n" + TITLE
                  + '# %%\na = 1; b = 2  # no ; here\ntext = "a;"\ncss = """\na { b: c; };\n"""\ninteraction = print\n')
-    assert len(builder.find_jobs(builder.LESSONS, course.root, ["01"])[0].nb.cells) == 2
+    assert len(builder.find_jobs([builder.LESSONS], course.root, ["01"])[0].nb.cells) == 2
 
 
 def test_a_file_name_with_capitals_is_named(course, capsys):
@@ -291,11 +291,11 @@ def test_a_file_name_with_capitals_is_named(course, capsys):
 
 def test_lessons_are_chosen_by_the_beginning_of_their_names(course, capsys):
     course.source.with_name("02_next.py").write_text(TITLE, encoding="utf-8")
-    chosen = builder.find_jobs(builder.LESSONS, course.root, ["notebooks/src/02_next.py"])
+    chosen = builder.find_jobs([builder.LESSONS], course.root, ["notebooks/src/02_next.py"])
     assert [job.name for job in chosen] == ["notebooks/02_next.ipynb"]
-    assert len(builder.find_jobs(builder.LESSONS, course.root, [])) == 2
+    assert len(builder.find_jobs([builder.LESSONS], course.root, [])) == 2
     assert course.build("03") == 1
-    assert "no source in notebooks/src begins with 03" in capsys.readouterr().err
+    assert "begins with 03" in capsys.readouterr().err
 
 
 def test_check_passes_on_a_fresh_build_though_times_differ(built, capsys):

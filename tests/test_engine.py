@@ -1429,7 +1429,7 @@ ORDER = [
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
 SHOWN_WITH = {"ipywidgets", "matplotlib", "IPython", "anywidget", "traitlets", "tqdm"}
 VIEWS = {("lab", "view")}  # classes that are widgets: imported when one is shown, and by nothing else
-COMMANDS = {"demo", "doctor", "bench", "simulate", "gpu_jobs", "gpu_check", "__main__"}  # may look at anything, inside a function
+COMMANDS = {"checks", "demo", "doctor", "bench", "simulate", "gpu_jobs", "gpu_check", "__main__"}  # may look at anything, inside a function
 
 
 def modules():

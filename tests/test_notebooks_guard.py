@@ -6,6 +6,7 @@ text, a path of the author's machine. `problems` does, and the tests below break
 
 import copy
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from build_notebooks import (  # noqa: E402 (it is a script beside the package, 
 
 FOLDERS = ("notebooks", "exercises", "solutions")
 NOTEBOOKS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.ipynb"))
-SOURCES = sorted((ROOT / "notebooks" / "src").glob("*.py"))
+SOURCES = sorted(path for folder in ("notebooks", "solutions") for path in (ROOT / folder / "src").glob("*.py"))
 MAX_BYTES = 500_000  # larger files are slow to open and to diff; GitHub doesn't show them
 MIN_COMPARED = 0.8  # of the code cells with output
 
@@ -47,7 +48,7 @@ def output_problems(cell):
     errors = [output for output in cell.outputs if output.output_type == "error"]
     if errors and "raises-exception" not in tags(cell):
         yield f"error {errors[0].ename} without the tag raises-exception"
-    if "raises-exception" in tags(cell) and not errors:
+    if "raises-exception" in tags(cell) and cell.execution_count and not errors:
         yield "tagged raises-exception, but no error was raised"
     for output in cell.outputs:
         if output.get("name") == "stderr":
@@ -111,11 +112,21 @@ def problems(notebook, path):
     return found
 
 
+def is_work_in_progress(path, notebook):
+    """True for an exercise that its learner has changed and not committed: that's what it is there for."""
+    if notebook.metadata.get("course", {}).get("built") == fingerprint(notebook):
+        return any(cell.outputs for cell in code_cells(notebook))  # run, not changed
+    same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", str(path)], cwd=path.parent, capture_output=True)
+    return same.returncode != 0
+
+
 # ---- the committed notebooks
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_notebook_keeps_the_rules(path):
     notebook = nbformat.read(path, as_version=4)
+    if path.parent.name == "exercises" and is_work_in_progress(path, notebook):
+        pytest.skip("somebody works in it")
     assert problems(notebook, path) == []
     assert (ROOT / notebook.metadata.course.source).is_file(), "its source is gone"
 

@@ -1,7 +1,11 @@
-"""Build the lesson notebooks: notebooks/src/NN_name.py (py:percent) -> notebooks/NN_name.ipynb, executed.
+"""Build the notebooks from their sources (py:percent).
 
-    python tools/build_notebooks.py                 build every lesson
-    python tools/build_notebooks.py 03 07           build these only
+    notebooks/src/NN_name.py -> notebooks/NN_name.ipynb    a lesson, executed
+    solutions/src/NN_name.py -> solutions/NN_name.ipynb    the exercises solved, executed
+                             -> exercises/NN_name.ipynb    the same with stubs, for the learner, not executed
+
+    python tools/build_notebooks.py                 build all
+    python tools/build_notebooks.py 03 07           build these lessons and their exercises only
     python tools/build_notebooks.py --check         write nothing; exit 1 if a built file differs from its source
     python tools/build_notebooks.py --refresh       measure again (cells tagged nbval-ignore-output)
     python tools/build_notebooks.py --force         overwrite notebooks that were edited by hand
@@ -9,9 +13,14 @@
 The same source gives the same bytes: ids, counts and metadata depend on the source alone. Only measured outputs
 (times, pictures of real runs) change from run to run; they live in cells tagged `nbval-ignore-output`, and stay as
 they are until some code of their notebook changes.
+
+An exercise is five cells, by name: task-NN-k (Markdown), your-NN-k (its body between "### BEGIN SOLUTION" and
+"### END SOLUTION"), check-NN-k, hints-NN-k (three of them, folded), run-NN-k (tagged needs-your-code). A cell "set-up"
+comes first. In the stub, what stands between the markers becomes `raise NotDone("NN.k name")`.
 """
 
 import argparse
+import ast
 import difflib
 import hashlib
 import io
@@ -42,6 +51,11 @@ LANGUAGE = {"name": "python", "file_extension": ".py", "mimetype": "text/x-pytho
             "pygments_lexer": "ipython3", "codemirror_mode": {"name": "ipython", "version": 3}}
 NOTE = ("<small>Built from `{source}`. Don't edit this file: edit that one, or save a copy of this notebook "
         "in another folder for your own work.</small>")
+NOTE_FOR_WORK = ("<small>Built from `{source}`. This notebook is yours to work in: once you have changed it, the course "
+                 "never overwrites it.</small>")
+YOURS = "needs-your-code"  # the tag of a cell that fails as long as an exercise isn't done
+STUBBED = re.compile(r"^([ \t]*)### (BEGIN|END) SOLUTION[ \t]*$")
+ALMOST = re.compile(r"#\s*(BEGIN|END)\s+SOLUTION", re.IGNORECASE)
 
 # What a code cell must not contain, and why.
 FORBIDDEN = {
@@ -58,14 +72,23 @@ class BuildError(Exception):
     """A notebook can't be built; the message says which, why, and what to do."""
 
 
+class Edited(BuildError):
+    """The file to write was edited by somebody."""
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A family of notebooks: the folder of its sources and the folder of what is built from them."""
+    """A family of notebooks: the folder of its sources, the folder of what is built from them, and how."""
     sources: str
     built: str
+    has_exercises: bool = False  # its sources hold tasks, checks and solutions between markers
+    is_stubbed: bool = False  # the solutions are cut out, and nothing is run
 
 
 LESSONS = Kind("notebooks/src", "notebooks")
+SOLUTIONS = Kind("solutions/src", "solutions", has_exercises=True)
+EXERCISES = Kind("solutions/src", "exercises", has_exercises=True, is_stubbed=True)
+KINDS = (LESSONS, SOLUTIONS, EXERCISES)
 
 
 @dataclass
@@ -75,6 +98,7 @@ class Job:
     nb: nbformat.NotebookNode
     target: Path
     name: str  # the target's path in the repository
+    kind: Kind
 
 
 # ---- cells
@@ -163,12 +187,111 @@ def marker_problems(text):
             found.append(f"line {number}: unknown cell marker: {marker}")
         elif "[markdown]" in marker and not is_markdown(body):
             found.append(f"line {number}: Markdown that is not behind '#' (or an unclosed triple quote)")
-        elif re.search(r"^\s*### *(BEGIN|END) SOLUTION", body, re.MULTILINE):
-            found.append(f"line {number}: a lesson has no solution markers")
     return found
 
 
-def read_source(source, label):
+# ---- exercises
+
+def solution_regions(lines):
+    """The (first, last) line numbers of each pair of markers; BuildError for any that don't pair up."""
+    regions, begin = [], None
+    for number, line in enumerate(lines):
+        marker = STUBBED.match(line)
+        if not marker:
+            if ALMOST.search(line):
+                raise BuildError(f"not a marker, but nearly one (### BEGIN SOLUTION, alone on its line): {line.strip()}")
+            continue
+        if (marker[2] == "BEGIN") == (begin is not None):
+            raise BuildError("### BEGIN SOLUTION inside another" if begin is not None else "### END SOLUTION without its BEGIN")
+        if begin is None:
+            begin = number
+            continue
+        if marker[1] != STUBBED.match(lines[begin])[1]:
+            raise BuildError("### BEGIN and ### END SOLUTION must have the same indentation")
+        if not any(line.strip() and not line.strip().startswith("#") for line in lines[begin + 1 : number]):
+            raise BuildError("no code between ### BEGIN and ### END SOLUTION")
+        regions.append((begin, number))
+        begin = None
+    if begin is not None:
+        raise BuildError("### BEGIN SOLUTION without its END")
+    return regions
+
+
+def enclosing(lines, number, indent):
+    """The name of the function around a line: the last `def` above it with a smaller indentation."""
+    for line in reversed(lines[:number]):
+        found = re.match(r"([ \t]*)(?:async )?def (\w+)", line)
+        if found and len(found[1]) < len(indent):
+            return found[2]
+    raise BuildError("### BEGIN SOLUTION outside a function")
+
+
+def stub(source, identifier):
+    """The learner's version of a cell: each solution becomes a NotDone that names the exercise and the function."""
+    lines = source.splitlines()
+    for begin, end in reversed(solution_regions(lines)):
+        indent = STUBBED.match(lines[begin])[1]
+        name = enclosing(lines, begin, indent)
+        lines[begin : end + 1] = [f'{indent}raise NotDone("{identifier} {name}")']
+    return "\n".join(lines)
+
+
+def solved(source):
+    """The cell without its markers."""
+    return "\n".join(line for line in source.splitlines() if not STUBBED.match(line))
+
+
+def exercise_problems(nb, names, lesson):
+    """What is wrong with the exercises of a source, as sentences."""
+    found = []
+    place = dict(zip(names, nb.cells))
+    if "set-up" not in place:
+        found.append('no cell named "set-up"')
+    elif next(name for name, cell in zip(names, nb.cells) if cell.cell_type == "code") != "set-up":
+        found.append('the first code cell must be "set-up"')
+    numbers = sorted({name.rpartition("-")[2] for name in names if re.fullmatch(rf"your-{lesson}-\d", name)})
+    if not numbers:
+        found.append(f"no exercise: no cell named your-{lesson}-1")
+    for number in numbers:
+        parts = [f"{part}-{lesson}-{number}" for part in ("task", "your", "check", "hints", "run")]
+        missing = [part for part in parts if part not in place]
+        if missing:
+            found.append(f"exercise {lesson}.{number}: no cell named {', '.join(missing)}")
+            continue
+        task, yours, check, hints, run = (place[part] for part in parts)
+        if [name for name in names if name in parts] != parts:
+            found.append(f"exercise {lesson}.{number}: the order is {', '.join(parts)}")
+        if not re.fullmatch(rf'check\("{lesson}\.{number}"(, [\w.]+)+\)', check.source.strip()):
+            found.append(f'cell {parts[2]}: must be check("{lesson}.{number}", name) and nothing else')
+        if hints.source.count("<details>") != 3 or hints.source.count("</details>") != 3:
+            found.append(f"cell {parts[3]}: three folded hints (<details>)")
+        if YOURS not in tags(run):
+            found.append(f"cell {parts[4]}: must have the tag {YOURS}")
+        if not ALMOST.search(yours.source):
+            found.append(f"cell {parts[1]}: no solution between markers")
+    for name, cell in place.items():
+        if ALMOST.search(cell.source) and not re.fullmatch(rf"your-{lesson}-\d", name):
+            found.append(f"cell {name}: solution markers belong into your-{lesson}-k cells only")
+        elif ALMOST.search(cell.source):
+            try:
+                solution_regions(cell.source.splitlines())
+                ast.parse(stub(cell.source, "00.0"))
+            except (BuildError, SyntaxError) as error:
+                found.append(f"cell {name}: {error}")
+    return found
+
+
+def make_exercises(nb, kind, lesson):
+    """Turn the cells of a source into the learner's notebook, or into the solved one."""
+    for cell in nb.cells:
+        number = re.fullmatch(rf"your-{lesson}-(\d)", cell.id)
+        if number:
+            cell.source = stub(cell.source, f"{lesson}.{number[1]}") if kind.is_stubbed else solved(cell.source)
+        if kind.is_stubbed and YOURS in tags(cell):
+            cell.metadata["tags"] = [*tags(cell), "raises-exception"]  # "run all" goes on to the next exercise
+
+
+def read_source(source, label, kind=LESSONS):
     """The notebook in a source file, checked, with its metadata, ids and note, not executed.
 
     `label` is the source's path in the repository, for the note and for messages.
@@ -183,12 +306,18 @@ def read_source(source, label):
         found.append("the first cell must be Markdown, with the title")
     found += [f"the name {name} is used twice" for name in sorted(set(names)) if names.count(name) > 1]
     found += [f"cell {name}: {problem}" for name, cell in zip(names, nb.cells) for problem in cell_problems(cell)]
+    if kind.has_exercises:
+        found += exercise_problems(nb, names, source.stem[:2])
+    else:
+        found += [f"cell {name}: a lesson has no solution markers" for name, cell in zip(names, nb.cells) if ALMOST.search(cell.source)]
     if found:
         raise BuildError("\n  ".join([f"{label}: not built", *found]))
     for cell, name in zip(nb.cells, names):
         cell.id = name
-        cell.metadata = {key: cell.metadata[key] for key in ("name", "tags") if key in cell.metadata}
-    nb.cells[0].source += "\n\n" + NOTE.format(source=label)
+        cell.metadata = nbformat.from_dict({key: cell.metadata[key] for key in ("name", "tags") if key in cell.metadata})
+    if kind.has_exercises:
+        make_exercises(nb, kind, source.stem[:2])
+    nb.cells[0].source += "\n\n" + (NOTE_FOR_WORK if kind.is_stubbed else NOTE).format(source=label)
     nb.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": LANGUAGE,
                                       "course": {"source": label, "built": fingerprint(nb)}})
     nb.nbformat, nb.nbformat_minor = 4, 5
@@ -265,6 +394,9 @@ def normalise(nb, root):
 def run(job, root, old=None):
     """Execute and normalise a job's notebook. Returns what was done with its measured outputs, in words."""
     nb = job.nb
+    if job.kind.is_stubbed:
+        nb.metadata.course.measured = measured_digest(nb)
+        return ""
     execute(nb, job.target.parent, job.name)
     nb.metadata.language_info = nbformat.from_dict(LANGUAGE)  # the kernel adds its version
     nb.metadata.pop("widgets", None)
@@ -300,7 +432,7 @@ def read_target(job, force):
         pass
     if force:
         return text, None
-    raise BuildError(
+    raise Edited(
         f"{job.name}: not overwritten, it was edited since it was built.\n"
         "  To keep that version, move it to another folder (my_work/, for instance) and build again.\n"
         "  To lose it, build with --force.")
@@ -342,29 +474,37 @@ def difference(committed, built):
 
 # ---- commands
 
-def find_jobs(kind, root, names):
+def find_jobs(kinds, root, names):
     """The jobs for all sources, or for those whose name begins with one of `names`; every source is checked."""
     wanted = [Path(name).stem for name in names]
-    sources = sorted((root / kind.sources).glob("*.py"))
+    found = [(kind, source) for kind in kinds for source in sorted((root / kind.sources).glob("*.py"))]
     for name in wanted:
-        if not any(source.stem.startswith(name) for source in sources):
-            raise BuildError(f"no source in {kind.sources} begins with {name}")
+        if not any(source.stem.startswith(name) for _, source in found):
+            raise BuildError(f"no source in {' or '.join(sorted({kind.sources for kind in kinds}))} begins with {name}")
     jobs = []
-    for source in sources:
+    for kind, source in found:
         if not wanted or source.stem.startswith(tuple(wanted)):
             label, name = source.relative_to(root).as_posix(), f"{kind.built}/{source.stem}.ipynb"
-            jobs.append(Job(label, read_source(source, label), root / name, name))
+            jobs.append(Job(label, read_source(source, label, kind), root / name, name, kind))
     return jobs
 
 
 def build(jobs, root, refresh, force):
-    """Execute and write each job's notebook."""
-    targets = [read_target(job, force) for job in jobs]  # all of them before the first, slow, run
-    for job, (before, old) in zip(jobs, targets):
+    """Execute and write each job's notebook. A learner's own work in an exercise is left alone, and no error."""
+    targets = []
+    for job in jobs:  # all of them before the first, slow, run
+        try:
+            targets.append((job, *read_target(job, force)))
+        except Edited:
+            if not job.kind.is_stubbed:
+                raise
+            print(f"{job.name}: left as it is, somebody works in it (--force overwrites it)", flush=True)
+    for job, before, old in targets:
         start = time.perf_counter()
         measured = run(job, root, old=None if refresh else old)
         text = to_text(job.nb)
         if text != before:
+            job.target.parent.mkdir(exist_ok=True)
             write(job, text, before)
         done = "unchanged" if text == before else "built"
         print(f"{job.name}: {done}{measured} ({time.perf_counter() - start:.1f} s)", flush=True)
@@ -390,15 +530,15 @@ def check(jobs, root):
     return int(failed)
 
 
-def main(argv=None, root=ROOT, kind=LESSONS):
+def main(argv=None, root=ROOT, kinds=KINDS):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="the lessons to build, by the beginning of their names; default: all")
+    parser.add_argument("names", nargs="*", help="what to build, by the beginning of the names (03); default: all")
     parser.add_argument("--check", action="store_true", help="write nothing; compare built files with their sources")
     parser.add_argument("--refresh", action="store_true", help="take all measured outputs from this run")
     parser.add_argument("--force", action="store_true", help="overwrite notebooks that were edited by hand")
     args = parser.parse_args(argv)
     try:
-        jobs = find_jobs(kind, root, args.names)
+        jobs = find_jobs(kinds, root, args.names)
         return check(jobs, root) if args.check else build(jobs, root, args.refresh, args.force)
     except BuildError as error:
         print(error, file=sys.stderr)

@@ -6,6 +6,10 @@
     show(block_map(engine.trace, step=12), block_map_alt(engine.trace, step=12))
     print(timeline_text(engine.trace))
 
+    house("slots")                          the map of course_lib, with a room lit
+    source(Scheduler.schedule, mark="min(") the library's own source, with the lines that matter marked
+    show_figure(figure, "alt text")         a matplotlib figure
+
     TraceView(engine.trace)          to play and to look into
     lab()                            the scheduler lab
     live(engine, prompts)            an engine while it runs
@@ -15,6 +19,9 @@ The pictures need the standard library alone, so that they run in a browser as w
 
 from .block_map import block_map, block_map_alt, block_map_text
 from .budget import budget, budget_alt, budget_text
+from .figure import show_figure
+from .house import house
+from .source import source
 from .story import alt_text
 from .svg import Picture, show
 from .timeline import compare, compare_alt, timeline
@@ -22,7 +29,7 @@ from .timeline_text import timeline_text
 
 __all__ = [
     "Lab", "Picture", "TraceView", "alt_text", "block_map", "block_map_alt", "block_map_text", "budget", "budget_alt", "budget_text",
-    "compare", "compare_alt", "lab", "live", "show", "timeline", "timeline_text",
+    "compare", "compare_alt", "house", "lab", "live", "show", "show_figure", "source", "timeline", "timeline_text",
 ]  # fmt: skip
 
 

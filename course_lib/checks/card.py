@@ -1,0 +1,107 @@
+"""A report for the eye (HTML in a notebook) and as text (terminals, screen readers): the same words in both."""
+
+from __future__ import annotations
+
+from html import escape
+
+from .run import Report, Result
+
+MARKS = {"holds": "✓", "wrong": "✗", "error": "✗", "endless": "✗", "cost": "~"}
+COLOURS = {"holds": "#009e73", "wrong": "#d55e00", "error": "#d55e00", "endless": "#d55e00", "cost": "#e69f00"}
+
+
+def headline(report: Report) -> str:
+    """The state in one line."""
+    exercise = report.exercise
+    name = f"{exercise.id} {exercise.part}"
+    if report.state == "not done":
+        return f"{name}: not done yet"
+    if report.problem:
+        return f"{name}: could not be tested"
+    held = sum(result.outcome in ("holds", "cost") for result in report.results)
+    if report.state == "green":
+        return f"{name}: all {held} hold" + (", with a remark" if report.remarks else "")
+    return f"{name}: {held} of {len(exercise.tests)} hold"
+
+
+def details(result: Result) -> list[tuple[str, str]]:
+    """(label, text) of one test that doesn't hold."""
+    rows = []
+    if result.wrong:
+        rows += [("given", result.wrong.given), ("you", result.wrong.got or ""), ("expected", result.wrong.saying)]
+    else:
+        rows.append(("happened", result.message))
+    if result.concept:
+        rows.append((result.concept_id or "", f"{result.concept.name}. {result.concept.question}"))
+    return [(label, text) for label, text in rows if text]
+
+
+def as_text(report: Report) -> str:
+    """The whole card as plain text."""
+    lines = [headline(report)]
+    if report.state == "not done":
+        return lines[0]
+    lines.append(f"tested: {report.where}")
+    if report.problem:
+        return "\n".join([*lines, f"  {report.problem}"])
+    lines += [f"  {MARKS[result.outcome]} {result.test.what}" for result in report.results]
+    untested = len(report.exercise.tests) - len(report.results)
+    if untested:
+        lines.append(f"  · {untested} more, not tested")
+    for result in _explained(report):
+        lines += ["", f"  {result.test.what}" + (" (the answer is right, it costs more than it must)" if result.outcome == "cost" else "")]
+        for label, text in details(result):
+            first, *rest = text.splitlines()
+            lines.append(f"    {label + ':':<10} {first}")
+            lines += [f"    {'':<10} {line}" for line in rest]
+    return "\n".join(lines)
+
+
+def _explained(report: Report) -> list[Result]:
+    """The first failure; when there is none, the remarks."""
+    return [report.failed] if report.failed else report.remarks
+
+
+def as_html(report: Report) -> str:
+    """The card; the colours are the page's own but for the marks, so that it reads in light and dark themes."""
+    if report.state == "not done":
+        return f'<div role="status">○ {escape(headline(report))}</div>'
+    colour = {"green": "#009e73", "red": "#d55e00"}[report.state]
+    parts = [
+        f'<div role="status" style="border:1px solid {colour};border-left:6px solid {colour};border-radius:4px;padding:8px 12px;max-width:860px">',
+        f"<b>{escape(headline(report))}</b>",
+        f'<div style="opacity:.75;font-size:smaller">tested: {escape(report.where)}</div>',
+    ]
+    if report.problem:
+        parts.append(f"<p>{escape(report.problem)}</p>")
+    else:
+        parts.append('<ul style="list-style:none;padding-left:0;margin:6px 0">')
+        for result in report.results:
+            mark = f'<span style="color:{COLOURS[result.outcome]};font-weight:bold">{MARKS[result.outcome]}</span>'
+            parts.append(f"<li>{mark} {escape(result.test.what)}</li>")
+        untested = len(report.exercise.tests) - len(report.results)
+        if untested:
+            parts.append(f"<li>· {untested} more, not tested</li>")
+        parts.append("</ul>")
+    for result in _explained(report):
+        note = " (the answer is right, it costs more than it must)" if result.outcome == "cost" else ""
+        parts.append(f"<div><b>{escape(result.test.what)}</b>{note}</div><table>")
+        for label, text in details(result):
+            cell = "text-align:left;vertical-align:top;white-space:pre-wrap"
+            code = f"<code>{escape(text)}</code>" if label in ("given", "you", "happened") else escape(text)
+            parts.append(f'<tr><th style="{cell}">{escape(label)}</th><td style="{cell}">{code}</td></tr>')
+        parts.append("</table>")
+    return "".join([*parts, "</div>"])
+
+
+class Card:
+    """A report, shown: HTML where a notebook shows it, else text."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def __repr__(self) -> str:
+        return as_text(self.report)
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        return {"text/html": as_html(self.report), "text/plain": as_text(self.report)}
