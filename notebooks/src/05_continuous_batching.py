@@ -12,9 +12,9 @@
 # requests are WAITING or RUNNING, and a prompt goes in whole.
 
 # %% name="map"
-from course_lib.lab import house, show
+from course_lib.lab import house
 
-show(house("scheduler"))
+house("scheduler")
 
 # %% [markdown]
 # ## Eight questions, four seats
@@ -131,7 +131,7 @@ class Static(Seats):
 my_guess_steps = 120  # write yours
 
 # %% name="static-and-continuous"
-from course_lib.lab import compare, compare_alt
+from course_lib.lab import compare, compare_alt, show
 
 
 def run(scheduler):

@@ -12,9 +12,9 @@
 # and an end for a request in any state.
 
 # %% name="map"
-from course_lib.lab import house, show
+from course_lib.lab import house
 
-show(house("sequence"))
+house("sequence")
 
 # %% [markdown]
 # ## Impatient users
@@ -106,6 +106,7 @@ source(SequenceStatus)
 # picture is drawn from its trace; a way that nobody took would be grey.
 
 # %% name="every-way"
+from course_lib.lab import show
 from course_lib.lab.state_machine import state_machine, state_machine_alt
 
 config = EngineConfig(
