@@ -63,8 +63,9 @@ seats = 4
 rows = 0
 for first in range(0, len(lengths), seats):
     group = lengths[first : first + seats]
-    rows += seats * max(group)
-    print(f"batch of {group}: {max(group)} steps, {seats * max(group)} rows, {seats * max(group) - sum(group)} of them empty")
+    computed = seats * max(group)
+    rows += computed
+    print(f"batch of {group}: {max(group)} steps, {computed} rows, {computed - sum(group)} of them empty")
 wasted = rows - sum(lengths)
 print(f"\n{wasted} of {rows} rows, {100 * wasted // rows} %, give nobody a token. You said {my_guess_percent_wasted} %.")
 
@@ -232,10 +233,13 @@ gaps = gaps_of_chats(together)
 fig, ax = plt.subplots(figsize=(8, 3.4), facecolor="white")
 ax.scatter(range(len(gaps)), [1000 * gap for gap in gaps], s=14, color="#0072b2", label="one gap")
 for value, word, color, style in (
-    (after.p50, "median", "#009e73", "--"), (after.mean, "mean", "#d55e00", "-"), (after.max, "longest", "#9c3f77", ":"),
-):  # fmt: skip
+    (after.p50, "median", "#009e73", "--"),
+    (after.mean, "mean", "#d55e00", "-"),
+    (after.max, "longest", "#9c3f77", ":"),
+):
     ax.axhline(1000 * value, color=color, linestyle=style, label=f"{word}: {1000 * value:.0f} ms")
-ax.set(xlabel="gaps of Ana, Ben, Chen and Dora, one chat after the other", ylabel="gap between two tokens, ms", yscale="log")
+ax.set(xlabel="gaps of Ana, Ben, Chen and Dora, one chat after the other", yscale="log")
+ax.set_ylabel("gap between two tokens, ms")
 ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
 assert sum(gap > after.max / 2 for gap in gaps) == len(chats), "one long gap in each chat"
 show_figure(
@@ -265,8 +269,9 @@ for count in (50, 100, 200, 1000):
 
 # %% name="at-scale"
 config = EngineConfig(
-    num_blocks=2048, max_num_seqs=256, max_num_batched_tokens=8192, max_prefill_chunk_size=None, enable_prefix_caching=False
-)
+    num_blocks=2048, max_num_seqs=256, max_num_batched_tokens=8192, max_prefill_chunk_size=None,
+    enable_prefix_caching=False,
+)  # fmt: skip
 engine = Engine(FakeRunner(), config, scheduler=Seats)
 for chat in range(128):
     engine.add_request([chat] * 20, SamplingParams(max_tokens=12), request_id=f"chat {chat}")
@@ -276,8 +281,8 @@ engine.add_request(list(range(8192)), SamplingParams(max_tokens=2), request_id="
 engine.step()
 for step in engine.trace.steps[1:]:
     total = step.decode_tokens + step.prefill_tokens
-    share = f"{100 * step.decode_tokens / total:5.1f} % decode"
-    print(f"step {step.index}: {step.decode_tokens:4} decode + {step.prefill_tokens:5} prefill = {total:5} tokens, {share}")
+    print(f"step {step.index}: {step.decode_tokens:4} decode + {step.prefill_tokens:5} prefill = {total:5} tokens", end="")
+    print(f", {100 * step.decode_tokens / total:5.1f} % decode")
 
 # %% [markdown]
 # Step 3 has 65 times as many tokens as the one before. Everybody in it gets the result at its end.
@@ -343,8 +348,8 @@ while engine.has_unfinished_requests():
 #
 # ## The rule
 #
-# > **Decide again at every step, and count tokens, not requests. A task that can't be cut can't be scheduled: you can
-# > only choose when it blocks everybody.**
+# > **Decide again at every step, and count tokens, not requests; but a prompt that can't be cut you can only delay, and
+# > whenever it runs, it blocks everybody.**
 #
 # Now write the scheduler that counts: [exercise 05](../exercises/05_continuous_batching.ipynb).
 #

@@ -66,7 +66,7 @@ print("free blocks, theirs:", free, end="\n\n")
 
 for engine in (healthy, leaking):
     engine.add_request([7] * 20, SamplingParams(max_tokens=3), request_id="ordinary")
-    outputs = [output.new_token_ids for _ in range(50) for output in engine.step() if output.request_id == "ordinary"]
+    outputs = [output for _ in range(50) for output in engine.step() if output.request_id == "ordinary"]
     state = engine.snapshot().get("ordinary")
     ending = f"it is still {state.status}, because of {state.reason}" if state else "it is done"
     print(f"{len(outputs)} tokens of the ordinary request in 50 steps; {ending}")
@@ -74,8 +74,8 @@ print(f"\nYou said: first token after {my_guess_first_token_after_steps} step(s)
 
 # %% [markdown]
 # Never. Nobody is being served, nobody holds anything, and all the memory is gone: `kv_blocks` is the reason that the
-# engine gives, with a pool that nobody uses. No exception told you. The server has to be restarted, and it will
-# happen again. The engine's books know it, if one asks them:
+# engine gives, with a pool that nobody uses. No exception has told you. (After 1,000 empty steps our engine gives up with
+# one.) The server has to be restarted, and it will happen again. The engine's books know it, if one asks them:
 
 # %% name="books"
 try:
@@ -110,8 +110,9 @@ from course_lib.lab import show
 from course_lib.lab.state_machine import state_machine, state_machine_alt
 
 config = EngineConfig(
-    block_size=4, num_blocks=64, max_num_seqs=5, max_num_batched_tokens=48, max_prefill_chunk_size=16, enable_prefix_caching=False
-)
+    block_size=4, num_blocks=64, max_num_seqs=5, max_num_batched_tokens=48, max_prefill_chunk_size=16,
+    enable_prefix_caching=False,
+)  # fmt: skip
 engine = Engine(FakeRunner(), config)
 
 
@@ -193,7 +194,8 @@ def row(step, state):
     return dict(zip(("prefilled", "cached", "generated", "blocks"), numbers))
 
 
-engine = Engine(FakeRunner(), EngineConfig(block_size=4, num_blocks=16, max_prefill_chunk_size=4, enable_prefix_caching=False))
+small = EngineConfig(block_size=4, num_blocks=16, max_prefill_chunk_size=4, enable_prefix_caching=False)
+engine = Engine(FakeRunner(), small)
 engine.add_request(list(range(100, 110)), SamplingParams(max_tokens=6), request_id="r")
 print(" after  state       prefilled    cached generated    blocks   ■ ● in the cache   □ ○ not")
 seen = [row("-", engine.snapshot()["r"])]
@@ -319,7 +321,7 @@ print(f"You said: {my_guess_ours!r} and {my_guess_eager!r}.")
 # then *commit*. If the forward pass raises, the step's blocks go back, and the books are as before:
 
 # %% name="rollback"
-engine = Engine(FakeRunner(fail_at={1}), EngineConfig(block_size=4, num_blocks=16, max_prefill_chunk_size=4))
+engine = Engine(FakeRunner(fail_at={1}), small)
 engine.add_request(list(range(100, 110)), SamplingParams(max_tokens=3), request_id="r")
 print(" after  state       prefilled    cached generated    blocks")
 for step in range(5):
@@ -339,7 +341,7 @@ for step in range(5):
 # counts K/V goes to 0. Then it computes everything again, in chunks, the tokens of its own answer included:
 
 # %% name="preempted"
-engine = Engine(FakeRunner(), EngineConfig(block_size=4, num_blocks=16, max_prefill_chunk_size=4, enable_prefix_caching=False))
+engine = Engine(FakeRunner(), small)
 engine.add_request(list(range(100, 110)), SamplingParams(max_tokens=9), request_id="r")
 print(" after  state       prefilled    cached generated    blocks")
 tokens = []

@@ -133,7 +133,7 @@ def last_logits(prompt, pieces, show=False):
         logits = runner.run_prefill_chunk(sequence, prompt[done : done + size], start_pos=done)
         if show:
             result = "nothing" if logits is None else f"{len(logits)} logits"
-            print(f"tokens {done:3} to {done + size - 1:3}   block table {str(sequence.block_table):28} returned {result}")
+            print(f"tokens {done:3} to {done + size - 1:3}   block table {sequence.block_table!s:28} returned {result}")
         done += size
     return logits
 
@@ -192,7 +192,7 @@ for _ in range(6):
     pieces = [b - a for a, b in zip([0, *cuts], [*cuts, len(prompt)])]
     cut = last_logits(prompt, pieces)
     assert (whole - cut).abs().max() < 1e-4
-    print(f"{str(pieces):26} within 1e-4")
+    print(f"{pieces!s:26} within 1e-4")
 
 # %% [markdown]
 # If the positions restarted, if a slot were computed from the index in the chunk, if a chunk forgot the chunks before
@@ -229,6 +229,7 @@ from course_lib.runners import FakeRunner
 plans = []
 config = EngineConfig(block_size=4, num_blocks=32, max_prefill_chunk_size=12, enable_prefix_caching=False)
 engine = Engine(FakeRunner(), config, on_step=lambda output: plans.append(build_batch(output)))
+engine.block_manager.shuffle_free_blocks(seed=5)  # as in a pool that has been in use
 for name, length in (("Ana", 5), ("Ben", 7), ("Chen", 9)):
     engine.add_request([1] * length, SamplingParams(max_tokens=8), request_id=name)
 engine.step()
@@ -240,7 +241,8 @@ outputs = engine.step()
 batch = plans[-1]
 print(f"tokens out of this step: {len(outputs)}; the note's comes from row {batch.sample_rows[-1]}")
 print(f"You said: {my_guess_tokens_out}, and row {my_guess_row_of_the_note}.")
-show(flat_batch(batch, title="step 2: three decodes, one chunk in the middle of a prompt, one whole prompt"), flat_batch_alt(batch))
+title = "step 2: three decodes, one chunk in the middle of a prompt, one whole prompt"
+show(flat_batch(batch, title=title), flat_batch_alt(batch))
 
 # %% [markdown]
 # Read the picture line by line.
@@ -286,15 +288,16 @@ QUESTIONS = (
 )
 prompts = [demo.chat_prompt(runner.tokenizer, question) for question in QUESTIONS]
 config = EngineConfig(num_blocks=64, max_prefill_chunk_size=16, enable_prefix_caching=False)
-alone = Engine(LastRow(model), config).generate(prompts[:1], SamplingParams(max_tokens=12), progress=False)
-print(f"alone:     {QUESTIONS[0]:31} {alone[0].text}")
-for question, output in zip(QUESTIONS, Engine(LastRow(model), config).generate(prompts, SamplingParams(max_tokens=12), progress=False)):
-    print(f"together:  {question:31} {output.text}")
+for word, count in (("alone", 1), ("together", 5)):
+    engine = Engine(LastRow(model), config)
+    outputs = engine.generate(prompts[:count], SamplingParams(max_tokens=12), progress=False)
+    for question, output in zip(QUESTIONS, outputs):
+        print(f"{word:9}  {question:31} {output.text}")
 print(f"\nYou said: {my_guess!r}")
 
 # %% [markdown]
 # Everybody gets the answer to the last one's question. In a real service that would be a breach of privacy, and every
-# unit test was green. Test with company: two chunks and three decodes in one step find what one request never will.
+# test with one request was green. Test with company: two chunks and three decodes in one step find what one request never will.
 #
 # ## After the forward pass
 #
@@ -310,8 +313,8 @@ source(Engine._take_samples, mark=("chunk.is_last", "strict=True"), first="ends 
 #
 # ## The rule
 #
-# > **A chunk is computed as if it had never been cut out: positions, slots and context by its place in the whole
-# > sequence. Only the last row of the last chunk gives a token.**
+# > **A chunk is computed as if it had never been cut out, with positions, slots and context by its place in the whole
+# > sequence, and only the last row of the last chunk gives a token.**
 #
 # Now lay out the row, and run a chunk: [exercise 07](../exercises/07_prefill_chunk.ipynb).
 #

@@ -6,7 +6,7 @@
 
 # %% name="set-up"
 from course_lib import Engine, EngineConfig, SamplingParams
-from course_lib.checks import NotDone, check, plug
+from course_lib.checks import NotDone, check
 from course_lib.lab import alt_text, budget, budget_alt, show, timeline
 from course_lib.runners import FakeRunner
 from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
@@ -98,8 +98,9 @@ check("05.1", WholePrompts)
 # %% name="run-05-1" tags=["needs-your-code"]
 # Your scheduler in the real engine: six requests, 40 tokens a step, four seats.
 config = EngineConfig(
-    block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=40, max_prefill_chunk_size=None, enable_prefix_caching=False
-)
+    block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=40, max_prefill_chunk_size=None,
+    enable_prefix_caching=False,
+)  # fmt: skip
 engine = Engine(FakeRunner(), config, scheduler=WholePrompts)
 prompts = {"Ana": 6, "Ben": 9, "Chen": 30, "Dora": 12, "Emil": 38, "Finn": 5}
 for name, length in prompts.items():
@@ -178,7 +179,9 @@ from course_lib import ModelRunner, demo
 from course_lib.metrics import of_requests
 
 runner = ModelRunner("smollm2")
-config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=2048, max_prefill_chunk_size=None, enable_prefix_caching=False)
+config = EngineConfig(
+    max_num_seqs=5, max_num_batched_tokens=2048, max_prefill_chunk_size=None, enable_prefix_caching=False
+)
 engine = Engine(runner, config)
 for name, message in demo.CHATS.items():
     engine.add_request(

@@ -12,7 +12,7 @@ from IPython.display import display
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.batch import build_batch
 from course_lib.block_manager import BlockManager
-from course_lib.checks import NotDone, check, plug
+from course_lib.checks import NotDone, check
 from course_lib.lab import alt_text, show, timeline
 from course_lib.lab.state_machine import state_machine, state_machine_alt
 from course_lib.runners import FakeRunner
@@ -91,8 +91,9 @@ class MyScheduler(Scheduler):
 
 
 config = EngineConfig(
-    block_size=4, num_blocks=16, max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk_size=8, enable_prefix_caching=False
-)
+    block_size=4, num_blocks=16, max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk_size=8,
+    enable_prefix_caching=False,
+)  # fmt: skip
 engine = Engine(FakeRunner(), config, scheduler=MyScheduler)
 prompts = {"Ana": [1] * 5, "Ben": [2] * 20, "Chen": [3] * 17, "Dora": [4] * 8}
 tokens = {name: [] for name in prompts}
@@ -182,8 +183,9 @@ check("06.2", Ends)
 # %% name="run-06-2" tags=["needs-your-code"]
 # Your rules in the real engine, in a pool that is too small for all, with users who leave in every state.
 config = EngineConfig(
-    block_size=4, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=24, max_prefill_chunk_size=8, enable_prefix_caching=False
-)
+    block_size=4, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=24, max_prefill_chunk_size=8,
+    enable_prefix_caching=False,
+)  # fmt: skip
 engine = Engine(FakeRunner(), config, scheduler=Ends)
 lengths = {"Ana": 9, "Ben": 14, "Chen": 7, "Dora": 16, "Emil": 12, "Finn": 10}
 for name, length in lengths.items():
@@ -197,7 +199,8 @@ while engine.has_unfinished_requests():
         state = engine.snapshot()[leave[step]].status
         before = engine.block_manager.num_free
         engine.cancel(leave[step])
-        print(f"after step {step}: {leave[step]} leaves while {state}, free blocks {before} → {engine.block_manager.num_free}")
+        free = engine.block_manager.num_free
+        print(f"after step {step}: {leave[step]} leaves while {state}, free blocks {before} → {free}")
 
 print(f"at the end {engine.block_manager.num_free} of 14 blocks are free")
 display(show(timeline(engine.trace, by="step", title="your ends and preemptions"), alt_text(engine.trace)))

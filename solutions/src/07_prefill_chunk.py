@@ -11,7 +11,7 @@ from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams, demo, 
 from course_lib.batch import Batch
 from course_lib.block_manager import BlockManager
 from course_lib.checks import NotDone, check, plug
-from course_lib.lab import alt_text, show, timeline
+from course_lib.lab import show
 from course_lib.lab.flat_batch import flat_batch, flat_batch_alt
 from course_lib.runners import FakeRunner
 from course_lib.sequence import Sequence
