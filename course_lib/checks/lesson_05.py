@@ -8,7 +8,7 @@ from ..engine import Engine
 from ..runners import FakeRunner
 from ..sequence import RUNNING, Sequence
 from ..trace import RequestRecord, StepRecord, Trace
-from .exercise import Exercise, expect, require
+from .exercise import Exercise, expect, require, shown
 
 # ---- 05.1
 
@@ -44,7 +44,7 @@ class Desk:
         pool = f", {self.blocks.num_free} of {blocks} blocks of 4 free" if blocks < 64 else ""
         self.given = f"budget {budget}{seated}{pool}; running: {len(run)}; waiting prompts: {', '.join(map(str, wait)) or 'none'}"
         self.plan = self.scheduler.schedule()
-        require(hasattr(self.plan, "chunks"), "schedule() returns its SchedulerOutput", given=self.given, got=self.plan)
+        require(hasattr(self.plan, "chunks"), "schedule() returns its SchedulerOutput", given=self.given, got=f"returned {shown(self.plan)}")
 
     @property
     def tokens(self) -> dict[str, int]:

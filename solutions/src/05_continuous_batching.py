@@ -33,11 +33,12 @@ from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 class WholePrompts(Scheduler):
     """Requests are WAITING or RUNNING. A prompt goes in whole, or not in this step.
 
-    self.running, self.waiting     lists of Sequence, in the order in which they are to be served
-    self.block_manager.allocate(sequence, n)   blocks for the first n tokens of a sequence; False, and nothing has
-                                   changed, if they are not free
-    self.config.max_num_batched_tokens         most tokens in a step, of all requests together
-    self.config.max_num_seqs                   most requests at a time: those that run and those that go in now
+    self.running, self.waiting            lists of Sequence, in the order in which they are to be served
+    self.config.max_num_batched_tokens    most tokens in a step, of all requests together
+    self.config.max_num_seqs              most requests at a time: those that run and those that go in now
+    self.block_manager.allocate(sequence, n)
+                                          takes blocks for the first n tokens of a sequence; False, and nothing
+                                          has changed, if they are not free
     """
 
     def schedule(self) -> SchedulerOutput:

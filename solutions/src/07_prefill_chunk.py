@@ -47,16 +47,15 @@ def build_batch(output, slot_mapping=slot_mapping) -> Batch:
 
     Returns a Batch with
         token_ids, positions, slot_mapping   [T]    chunk after chunk; a position counts in the whole sequence
-        block_tables, context_lens           [S]    context: the tokens that the chunk's last token can attend to, itself included
+        block_tables                         [S]    each chunk's sequence's
+        context_lens                         [S]    tokens that the chunk's last token can attend to, with itself
         query_start_loc                      [S+1]  where each chunk begins in the row, and at the end T
         sample_rows, sampled                 [R]    rows that give a token, and the sequences that get it
-        sequences                            [S]
-        block_size
     """
+    row, where, slots = [], [], []  # [T] token ids, positions, slots
+    tables, contexts, borders = [], [], [0]  # [S], [S], [S+1]
+    rows, takers = [], []  # [R] rows to sample, and whose they are
     ### BEGIN SOLUTION
-    row, where, slots, borders = [], [], [], [0]
-    tables, contexts, owners = [], [], []
-    rows, takers = [], []
     for chunk in output.chunks:
         owner, begin, count = chunk.sequence, chunk.start_pos, chunk.num_tokens
         row.extend(owner.token_ids(begin, count))
@@ -65,15 +64,22 @@ def build_batch(output, slot_mapping=slot_mapping) -> Batch:
         borders.append(len(row))
         tables.append(list(owner.block_table))
         contexts.append(begin + count)
-        owners.append(owner)
         if chunk.is_last:
             rows.append(len(row) - 1)
             takers.append(owner)
-    return Batch(
-        token_ids=row, positions=where, slot_mapping=slots, block_tables=tables, context_lens=contexts, query_start_loc=borders,
-        sample_rows=rows, sequences=owners, sampled=takers, block_size=output.block_size,
-    )  # fmt: skip
     ### END SOLUTION
+    return Batch(
+        token_ids=row,
+        positions=where,
+        slot_mapping=slots,
+        block_tables=tables,
+        context_lens=contexts,
+        query_start_loc=borders,
+        sample_rows=rows,
+        sampled=takers,
+        sequences=[chunk.sequence for chunk in output.chunks],
+        block_size=output.block_size,
+    )
 
 
 # %% name="check-07-1"
