@@ -306,3 +306,38 @@ def _(choose_decodes):
 @turns.cost("no cap when no prefill waits", concept="C11")
 def _(choose_decodes):
     expect_turn(choose_decodes, [4, 4, 4, 4, 4, 4], "ABCDEF", "nobody else wants the rest of the budget", prefill_waits=False)
+
+
+# ---- the puzzle of the lesson ---------------------------------------------------------------------
+
+
+def three_budgets():
+    """The inside of `plan(running, prefilling, waiting, tokens, seats, blocks)` of lesson 08, shuffled."""
+    from ..lab.parsons import Parsons
+
+    lines = [
+        "    if need > blocks: break",
+        "    step[r.name] = size",
+        "for r in prefilling + waiting:",
+        "    size = min(r.left, CHUNK, tokens)",
+        "    if r in waiting and seats == 0: break",
+        "step, tokens = {r.name: 1 for r in running}, tokens - len(running)",
+        "    tokens, seats, blocks = tokens - size, seats - (r in waiting), blocks - need",
+        "    need = blocks_for(r.cached + size) - blocks_for(r.cached)",
+        "seats -= len(running) + len(prefilling)",
+        "    if size == 0: break",
+    ]
+    loop = "Which request does this line talk about, before there is a loop?"
+    rules = [
+        ("F", "C", "Who was promised tokens first, and how many are left when the prompts' turn comes?"),
+        ("I", "C", "How many seats are taken before the first newcomer is looked at?"),
+        *[("C", letter, loop) for letter in "ABDEGHJ"],
+        ("D", "J", "Which size does it look at: this request's, or that of the one before?"),
+        ("D", "H", "For a chunk of which size are these blocks?"),
+        ("H", "A", "Whose need does it compare with the free blocks?"),
+        ("E", "B", "A newcomer is in the step now. Was a seat free for it?"),
+        ("J", "B", "What does it put into the step when no token is left?"),
+        ("A", "B", "The chunk is in the step now. Were its blocks free?"),
+        *[(letter, "G", "Does everything that it takes away go to a chunk that is sure to be computed?") for letter in "EJA"],
+    ]
+    return Parsons(lines, rules, "Put the lines in order: they plan one step with three budgets.")
