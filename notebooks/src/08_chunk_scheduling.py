@@ -59,19 +59,16 @@ for name, engine in runs.items():
     answered = {request for step in engine.trace.steps for request in step.tokens}
     computed = engine.metrics().computed_tokens
     print(f"{name:18}{len(answered):13}{guesses[name]:11}{computed:18}{engine.trace.steps[-1].blocks_used:25}")
+pair = [runs[name].trace for name in ("waiting_first", "prefilling_first")]
+titles = ("Newcomers first", "What was begun first")
+show(compare(*pair, titles=titles, by="step"), compare_alt(*pair, titles=titles))
 
 # %% [markdown]
 # The same number of tokens went through the model. With one idea nine people read their answer, with the other
 # **nobody** does. Forty requests are begun, each with a quarter of its prompt computed, and they hold five times the memory.
 #
 # In the picture, orange is a chunk of prompt, blue a token of an answer. Look for blue in the upper half.
-
-# %% name="forty-picture"
-pair = [runs[name].trace for name in ("waiting_first", "prefilling_first")]
-titles = ("Newcomers first", "What was begun first")
-show(compare(*pair, titles=titles, by="step"), compare_alt(*pair, titles=titles))
-
-# %% [markdown]
+#
 # A request that is half-filled is the worst thing to have many of: it holds memory, and its user sees nothing. This
 # lesson builds a scheduler that knows what it spends.
 #
@@ -311,13 +308,17 @@ source(Scheduler.schedule, mark=("_schedule_decodes", "_schedule_prefills", "_fo
 # %% [markdown]
 # ## A table to predict
 #
-# Five cases. Blocks have 16 tokens and are plentiful, decode goes first, the chunk size is 64 where nothing else is said.
+# Eight cases. Blocks have 16 tokens and are plentiful, decode goes first, the chunk size is 64 where nothing else is said.
 #
 # 1. Budget 64. Prompts of 40, 40 and 40 tokens (A, B, C) arrive together, each wants 3 tokens. Which chunks has the first step?
 # 2. Budget 64, chunk size 128, a prompt of 150 tokens. Its chunks?
 # 3. Budget 64. A with 70 tokens and B with 200 arrive together. Which chunks has the second step?
 # 4. Budget 128, chunk size 128. A runs, and B arrives with 1,000 tokens. In how many steps is B prefilled?
 # 5. A prompt of 1,000 tokens in chunks of 256. How many blocks does it hold after each chunk?
+# 6. A prompt of 8,192 tokens in chunks of 1,024, alone. After which chunk does its first token appear?
+# 7. A prompt of 12,000 tokens, of which the first 8,000 are in the prefix cache (lesson 09), in chunks of 1,000. How many chunks,
+#    and at which position does the first one begin?
+# 8. Budget 64, prompts go in whole (`max_prefill_chunk_size=None`), a prompt of 65 tokens. What happens?
 #
 # > **Predict, then run.**
 
@@ -328,6 +329,9 @@ my_guesses = {
     3: {"A": 6},  # the second step: write yours
     4: 9,  # steps: write yours
     5: [16, 32, 48, 64],  # blocks: write yours
+    6: 1,  # the number of the chunk, from 1: write yours
+    7: (12, 0),  # chunks, first position: write yours
+    8: "waits for ever",  # write yours
 }
 
 # %% name="table"
@@ -360,7 +364,18 @@ truth = {
     3: in_step(trace_of({"A": 70, "B": 200})[1]),
     4: len(chunks_of(fourth, "B")),
     5: [step.blocks_used for step in trace_of({"A": 1000}, budget=256, chunk=256, max_tokens=1)],
+    6: [bool(step.tokens) for step in trace_of({"A": 8192}, budget=1024, chunk=1024, max_tokens=1)].index(True) + 1,
 }
+engine = Engine(FakeRunner(), EngineConfig(max_num_batched_tokens=1000, max_prefill_chunk_size=1000))
+for length in (8001, 12_000):
+    engine.generate([tokens(0, length)], SamplingParams(max_tokens=1))
+warm = [chunk for step in engine.trace.steps for chunk in step.chunks if chunk.request == "r1"]
+truth[7] = len(warm), warm[0].start_pos
+try:
+    Engine(FakeRunner(), EngineConfig(max_num_batched_tokens=64, max_prefill_chunk_size=None)).add_request(tokens(0, 65))
+except ValueError as refusal:
+    truth[8] = "refused when it's added"
+    print(f"8. in the engine's words: {refusal}\n")
 for case, answer in truth.items():
     print(f"{case}.  {answer!s:30} you said {my_guesses[case]}")
 print("\nAll of case 1:", " | ".join(str(in_step(step)) for step in first))
@@ -369,8 +384,7 @@ print("B's chunks in case 4:", chunks_of(fourth, "B"))
 # %% [markdown]
 # The first case is the one to look at. Step 0 isn't `A: 40` with 24 tokens left over: B begins in A's step. Step 1 holds A's
 # second token, B's last 16 and all of C. Nobody decided that a step is "for" somebody. In the third case B gets 58
-# because A left 58. (Four more lines of that table are in other lessons: 8,192 tokens in chunks of 1,024 in lesson 07,
-# 12,000 with a cached beginning in lesson 09, a prompt that is refused in lesson 05, blocks after a cancel in lesson 02.)
+# because A left 58. And in the fifth the last number is the blocks of 1,000 tokens, not of four chunks.
 #
 # ## When PREFILLING first isn't best
 #
@@ -391,11 +405,11 @@ def six_questions(policy: str) -> Engine:
     return engine
 
 
-print("steps to the first token   document   questions           mean")
+print("steps to the first token   document   questions               mean")
 for policy in ("prefilling_first", "shortest_first", "fair_share"):
     ttft = {name: request.ttft for name, request in six_questions(policy).metrics().requests.items()}
     questions = [round(value) for name, value in ttft.items() if name != "document"]
-    print(f"{policy:25}{ttft['document']:10.0f}   {questions!s:20}{sum(ttft.values()) / len(ttft):.1f}")
+    print(f"{policy:25}{ttft['document']:10.0f}   {questions!s:24}{sum(ttft.values()) / len(ttft):.1f}")
 
 # %% [markdown]
 # With *shortest first* the questions are answered at once, and the document is three steps late. That's the best
@@ -440,9 +454,9 @@ for share in (1.0, 0.75, 0.5, 0.25):
 print(f"\nYou said {my_guess_steps_without} steps without a cap, {my_guess_steps_with} with 0.5, and gaps of {my_guess_gap_with}.")
 
 # %% [markdown]
-# From 256 steps to 16, and every chat gets a token in every second step: half its speed, for 16 steps. With 0.25 you
-# buy five more steps and pay with gaps of four. There's no right value here; there is a promise that you can choose: *no running
-# request waits more than ceil(running / cap) steps*.
+# From 256 steps to 16, and every chat gets a token in every second step: half its speed, for 16 steps. With 0.25 the document
+# is five steps earlier still, and the chats pay with gaps of four. There's no right value here; there is a promise that you
+# can choose: *no running request waits more than ceil(running / cap) steps*.
 #
 # ## Less and less a queue
 #
@@ -451,8 +465,8 @@ print(f"\nYou said {my_guess_steps_without} steps without a cap, {my_guess_steps
 # %% name="reasons"
 from collections import Counter
 
-config = EngineConfig(num_blocks=48, max_num_seqs=6, max_num_batched_tokens=64, max_prefill_chunk_size=48, enable_prefix_caching=False,
-                      max_decode_share=0.06)  # fmt: skip
+config = EngineConfig(num_blocks=36, max_num_seqs=6, max_num_batched_tokens=64, max_prefill_chunk_size=48, enable_prefix_caching=False,
+                      max_decode_share=0.03)  # fmt: skip
 engine = Engine(FakeRunner(vocab_size=50_000), config)
 for number, prompt in enumerate((30, 20, 300, 40, 25, 120, 60, 15, 35)):
     engine.add_request(tokens(number, prompt), SamplingParams(max_tokens=24), request_id=f"R{number}")
