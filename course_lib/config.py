@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .validation import Checked, check_int, check_number
+from .vllm_flags import VllmFlags, flags_of
 
 # The names that EngineConfig.policy takes; the classes are in policies.py.
 POLICY_NAMES = ("prefilling_first", "waiting_first", "shortest_first", "priority", "fair_share")
@@ -90,6 +91,10 @@ class EngineConfig(Checked):
         if self.max_model_len is not None and self.max_model_len > model_limit:
             raise ValueError(f"max_model_len={self.max_model_len} is more than the model takes: {model_limit} tokens")
         return min(own, model_limit)
+
+    def to_vllm(self) -> VllmFlags:
+        """The flags of `vllm serve` that mean the same, and in `differs` what has no equal there."""
+        return flags_of(self)
 
 
 @dataclass(frozen=True)

@@ -89,19 +89,24 @@ class StallRun:
         return {name: output.token_ids for name, output in self.outputs.items()}
 
     def measures(self) -> dict[str, float]:
-        """The numbers of the table; gaps are between two tokens of one stream (not of the document)."""
-        requests = of_requests(self.trace)
-        gaps = [gap for name, request in requests.items() if name != DOCUMENT for gap in request.itl]
-        total = self.trace.steps[-1].end - self.trace.steps[0].start
-        tokens = sum(len(ids) for ids in self.token_ids.values())
-        return {
-            "longest gap in a stream, s": max(gaps),
-            "median inter-token latency, s": percentile(gaps, 50),
-            "P99 inter-token latency, s": percentile(gaps, 99),
-            "document's time to first token, s": requests[DOCUMENT].ttft,
-            "total time, s": total,
-            "output tokens per second": tokens / total,
-        }
+        """The numbers of the table, see `measures_of`."""
+        return measures_of(self.trace, sum(len(ids) for ids in self.token_ids.values()))
+
+
+def measures_of(trace: Trace, num_tokens: int) -> dict[str, float]:
+    """The numbers of the table for a trace that emitted `num_tokens`; gaps are between two tokens of one stream (not
+    of the document)."""
+    requests = of_requests(trace)
+    gaps = [gap for name, request in requests.items() if name != DOCUMENT for gap in request.itl]
+    total = trace.steps[-1].end - trace.steps[0].start
+    return {
+        "longest gap in a stream, s": max(gaps),
+        "median inter-token latency, s": percentile(gaps, 50),
+        "P99 inter-token latency, s": percentile(gaps, 99),
+        "document's time to first token, s": requests[DOCUMENT].ttft,
+        "total time, s": total,
+        "output tokens per second": num_tokens / total,
+    }
 
 
 def run(
