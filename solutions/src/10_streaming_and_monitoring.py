@@ -94,6 +94,7 @@ check("10.1", TextStream)
 
 # %% name="run-10-1" tags=["needs-your-code"]
 runner = ModelRunner("smollm2")
+TextStream(runner.tokenizer).flush()  # alone first: in the engine, a text that fails ends its request, and nothing else
 question = demo.chat_prompt(runner.tokenizer, "Write the Chinese characters for 'hello'.")
 
 with plug(TextStream=TextStream):
@@ -174,25 +175,26 @@ def sample(logits, sequences):
     ]
 
 
-runner = ModelRunner("smollm2")
-question = demo.chat_prompt(runner.tokenizer, "Tell me a story.")
-truth = Engine(runner).generate([question], SamplingParams(max_tokens=1, logprobs=8), progress=False)[0].logprobs[0]
+engine = Engine(ModelRunner("smollm2"))
+tokenizer = engine.runner.tokenizer
+question = demo.chat_prompt(tokenizer, "Tell me a story.")
+truth = engine.generate([question], SamplingParams(max_tokens=1, logprobs=8), progress=False)[0].logprobs[0]
 
 with plug(sample=sample):
-    params = [SamplingParams(max_tokens=1, temperature=1.0, seed=seed) for seed in range(200)]
-    firsts = [output.token_ids[0] for output in Engine(runner).generate([question] * 200, params, progress=False)]
+    params = [SamplingParams(max_tokens=1, temperature=1.0, seed=seed) for seed in range(64)]
+    firsts = [output.token_ids[0] for output in engine.generate([question] * 64, params, progress=False)]
 
 words = sorted(truth, key=truth.get, reverse=True)[:8]
 figure, axes = pyplot.subplots(figsize=(7, 3))
 places = range(len(words))
 axes.bar([place - 0.2 for place in places], [torch.tensor(truth[word]).exp() for word in words], 0.4, color="#bbbbbb", label="the model's probability")
-axes.bar([place + 0.2 for place in places], [firsts.count(word) / 200 for word in words], 0.4, color="#0072b2", hatch="//", label="your share of 200 draws")
-axes.set_xticks(places, [runner.tokenizer.decode([word]) for word in words])
+axes.bar([place + 0.2 for place in places], [firsts.count(word) / 64 for word in words], 0.4, color="#0072b2", hatch="//", label="your share of 64 draws")
+axes.set_xticks(places, [tokenizer.decode([word]) for word in words])
 axes.set_xlabel("first word of the story")
 axes.set_ylabel("share of the answers")
 axes.legend()
-shares = ", ".join(f"{runner.tokenizer.decode([word])} {firsts.count(word)}" for word in words)
-show_figure(figure, f"The first words of 200 answers with your sampler beside the model's probabilities: {shares}.")
+shares = ", ".join(f"{tokenizer.decode([word])} {firsts.count(word)}" for word in words)
+show_figure(figure, f"The first words of 64 answers with your sampler beside the model's probabilities: {shares}.")
 
 # %% [markdown] name="task-10-3"
 # ## 10.3 What each user waited for
