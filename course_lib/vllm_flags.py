@@ -38,6 +38,8 @@ def flags_of(config) -> VllmFlags:
     # By default vLLM admits a prompt only when all of it fits into the pool; we ask for the first chunk alone.
     switches.append("--no-scheduler-reserve-full-isl")
     differs = {}
+    if config.block_size % 32:
+        differs["block_size"] = "vLLM's CPU backend takes multiples of 32 only; on a GPU it depends on the attention backend"
     if config.max_model_len is not None:
         args.append(("--max-model-len", config.max_model_len))
     if config.max_prefill_chunk_size is None:

@@ -34,11 +34,11 @@ def test_whole_prompts_and_no_cache_are_switched_off():
 
 
 @pytest.mark.parametrize("field, setting", [
-    ("policy", "fair_share"), ("policy", "waiting_first"), ("policy", FairShare()), ("max_decode_share", 0.5), ("max_num_partial_prefills", 2)])
+    ("policy", "fair_share"), ("block_size", 8), ("policy", "waiting_first"), ("policy", FairShare()), ("max_decode_share", 0.5), ("max_num_partial_prefills", 2)])
 def test_what_has_no_equal_is_said(field, setting):
     flags = EngineConfig(**{field: setting}).to_vllm()
     assert field in flags.differs and f"# {field}: " in str(flags)
-    assert field not in EngineConfig().to_vllm().differs or field == "policy"
+    assert field not in EngineConfig(block_size=32).to_vllm().differs or field == "policy"
 
 
 def test_as_text_there_is_one_flag_a_line():
