@@ -148,9 +148,10 @@ def probabilities(**params):
 print("temperature   likeliest   top_k=50   top_p=0.9   min_p=0.1")
 for temperature in (0.5, 1.0, 1.5, 2.0):
     likeliest = probabilities(temperature=temperature)[0]
-    counts = [int((probabilities(temperature=temperature, **cut) > 0).sum()) for cut in ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1})]
+    cuts = ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1})
+    counts = [int((probabilities(temperature=temperature, **cut) > 0).sum()) for cut in cuts]
     print(f"{temperature:11}{likeliest:12.3f}" + "".join(f"{count:11,}" for count in counts))
-print(f"\nAt temperature 2, top_p=0.9 keeps {int((probabilities(temperature=2.0, top_p=0.9) > 0).sum()):,}. You said {my_guess_kept:,}.")
+print(f"\nAt temperature 2, top_p=0.9 keeps {counts[1]:,}. You said {my_guess_kept:,}.")
 
 # %% name="draw-row"
 from matplotlib import pyplot
@@ -159,13 +160,18 @@ figure, axes = pyplot.subplots(figsize=(7.5, 3.4))
 for temperature, colour, style in ((0.5, "#0072b2", "-"), (1.0, "#009e73", "--"), (2.0, "#d55e00", "-.")):
     ranked = probabilities(temperature=temperature)
     kept = int((probabilities(temperature=temperature, top_p=0.9) > 0).sum())
-    axes.loglog(range(1, len(ranked) + 1), ranked, style, color=colour, label=f"temperature {temperature}: top-p keeps {kept:,}")
+    label = f"temperature {temperature}: top-p keeps {kept:,}"
+    axes.loglog(range(1, len(ranked) + 1), ranked, style, color=colour, label=label)
     axes.axvline(kept, color=colour, linestyle=":")
 axes.set_xlabel("tokens, the most likely first")
 axes.set_ylabel("probability")
 axes.set_ylim(1e-9, 1)
 axes.legend()
-show_figure(figure, "Probability against rank, both logarithmic, for temperatures 0.5, 1 and 2. The hotter, the flatter: top-p of 0.9 cuts after 5, 32 and about 5,900 tokens.")
+show_figure(
+    figure,
+    "Probability against rank, both logarithmic, for temperatures 0.5, 1 and 2. The hotter, the flatter: "
+    "top-p of 0.9 cuts after 5, 32 and about 5,900 tokens.",
+)
 
 # %% [markdown]
 # A hot row is flat, and nine tenths of a flat row are thousands of tokens, each of which fits about as badly as the
@@ -191,7 +197,8 @@ for chunk_size, others in ((256, []), (16, []), (16, mates)):
     engine = Engine(runner, EngineConfig(max_prefill_chunk_size=chunk_size))
     outputs = engine.generate([question, *others], params, progress=False)
     texts.append(outputs[0].text)
-    print(f"chunks of {chunk_size:3}, {len(others)} batch mates: {'the same text' if texts[-1] == texts[0] else 'ANOTHER TEXT'}")
+    same = "the same text" if texts[-1] == texts[0] else "ANOTHER TEXT"
+    print(f"chunks of {chunk_size:3}, {len(others)} batch mates: {same}")
 assert texts[0]
 
 # %% [markdown]
@@ -208,7 +215,8 @@ assert texts[0]
 # half-filled prompt at a time.) Here are both sides, step by step:
 
 # %% name="two-sides"
-engine = Engine(FakeRunner(), EngineConfig(max_num_batched_tokens=256, max_prefill_chunk_size=250, max_num_partial_prefills=1))
+config = EngineConfig(max_num_batched_tokens=256, max_prefill_chunk_size=250, max_num_partial_prefills=1)
+engine = Engine(FakeRunner(), config)
 engine.add_request([1] * 8, SamplingParams(max_tokens=20), request_id="Ana")
 engine.step()
 for name in ("Ben", "Cleo"):
@@ -236,15 +244,11 @@ while engine.scheduler.step < 10:
 show(timeline(engine.trace, by="step", title="What the trace knows"), alt_text(engine.trace))
 
 # %% name="split"
-trace = engine.trace
 for name in ("Ben", "Cleo"):
-    request = trace.requests[name]
-    steps = [step for step in trace.steps if any(chunk.request == name and chunk.kind == "prefill" for chunk in step.chunks)]
-    first_token = next(step.end for step in trace.steps if name in step.tokens)
-    print(
-        f"{name:5} TTFT {first_token - request.arrival_time:.0f} s = {steps[0].start - request.arrival_time:.0f} s until its first chunk"
-        f" + {first_token - steps[0].start:.0f} s of prefill"
-    )
+    arrival = engine.trace.requests[name].arrival_time
+    begun = next(step.start for step in engine.trace.steps if any(chunk.request == name for chunk in step.chunks))
+    first = next(step.end for step in engine.trace.steps if name in step.tokens)
+    print(f"{name:5} TTFT {first - arrival:.0f} s = {begun - arrival:.0f} s waiting + {first - begun:.0f} s of prefill")
 
 # %% [markdown]
 # (One step of `FakeRunner` takes a second.)
@@ -258,7 +262,7 @@ for name in ("Ben", "Cleo"):
 # | **TPOT**, time per output token | first token | last token, divided by the tokens between | request |
 # | **stall** | | | the longest gap of a request |
 #
-# Take the seed of this course at full size: 128 streams on an H100 (simulated, so that your numbers are ours), and a
+# Take the case of this course at full size: 128 streams on an H100 (simulated, so that your numbers are ours), and a
 # prompt of 8,192 tokens arrives. Once whole, once in chunks of 512. Each stream gets 200 tokens.
 #
 # > **Predict, then run.** In the whole run every stream stands still for about 28 of its usual steps. How much larger
@@ -274,11 +278,13 @@ from course_lib.workloads import simulate, stall
 
 
 def serve(chunk_size):
-    """128 streams, then a prompt of 8,192 tokens. Returns the long one's metrics and all gaps of the streams, in ms."""
+    """128 streams, then a prompt of 8,192 tokens: metrics of the long one and of a stream, all streams' gaps in ms."""
     config = EngineConfig(
-        num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=8192 + 128, max_prefill_chunk_size=chunk_size, enable_prefix_caching=False
-    )
-    trace = simulate(config, stall(128, 8192, arrival=0.3, context=16, output_tokens=200), model="llama3-8b", chip="h100")
+        num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=8192 + 128,
+        max_prefill_chunk_size=chunk_size, enable_prefix_caching=False,
+    )  # fmt: skip
+    requests = stall(128, 8192, arrival=0.3, context=16, output_tokens=200)
+    trace = simulate(config, requests, model="llama3-8b", chip="h100")
     requests = of_requests(trace)
     long = requests.pop("long")
     return long, requests["chat0"], [1e3 * gap for request in requests.values() for gap in request.itl]
@@ -288,10 +294,12 @@ whole, chunked = serve(None), serve(512)
 print("ITL of the streams        mean   median      P90      P99  longest    TPOT of one stream")
 for title, (_, one, gaps) in (("whole", whole), ("chunks of 512", chunked)):
     s = Summary.of(gaps)
-    print(f"{title:20}" + "".join(f"{value:6.1f} ms" for value in (s.mean, s.p50, s.p90, s.p99, s.max)) + f"{1e3 * one.tpot:15.1f} ms")
+    values = "".join(f"{value:6.1f} ms" for value in (s.mean, s.p50, s.p90, s.p99, s.max))
+    print(f"{title:20}{values}{1e3 * one.tpot:15.1f} ms")
 a, b = Summary.of(whole[2]), Summary.of(chunked[2])
 print(f"\nThe mean is {a.mean / b.mean:.2f} times as large. You said {my_guess_mean_factor}.")
-print(f"The median is larger in the run with {'whole prompts' if a.p50 > b.p50 else 'chunks'}. You said {my_guess_larger_median!r}.")
+larger = "whole" if a.p50 > b.p50 else "chunks"
+print(f"The median is larger in the run {larger!r}. You said {my_guess_larger_median!r}.")
 
 # %% [markdown]
 # Mean, median, P90 and even P99 prefer neither, or the wrong one: by the P99 the *chunked* run is worse, since 16 steps
@@ -302,9 +310,10 @@ print(f"The median is larger in the run with {'whole prompts' if a.p50 > b.p50 e
 
 # %% name="draw-gaps"
 figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
-for title, (_, _, gaps), colour, style in (("whole", whole, "#d55e00", "-"), ("chunks of 512", chunked, "#0072b2", "--")):
-    ordered = sorted(gaps)
-    axes.plot([100 * (place + 1) / len(ordered) for place in range(len(ordered))], ordered, style, color=colour, label=title, linewidth=2)
+for title, run, colour, style in (("whole", whole, "#d55e00", "-"), ("chunks of 512", chunked, "#0072b2", "--")):
+    ordered = sorted(run[2])
+    percents = [100 * (place + 1) / len(ordered) for place in range(len(ordered))]
+    axes.plot(percents, ordered, style, color=colour, label=title, linewidth=2)
 for percent in (50, 90, 99):
     axes.axvline(percent, color="#999999", linestyle=":")
     axes.text(percent, 260, f"P{percent}", ha="center", color="#555555")
@@ -312,7 +321,11 @@ axes.set_yscale("log")
 axes.set_xlabel("per cent of the gaps that are not longer")
 axes.set_ylabel("gap, ms")
 axes.legend(loc="upper left")
-show_figure(figure, "Sorted gaps of the streams. Both runs lie near 8 ms; the last twelfth of the chunked run rises to about 18 ms, the last half per cent of the whole run jumps to about 210 ms.")
+show_figure(
+    figure,
+    "Sorted gaps of the streams. Both runs lie near 8 ms; the last twelfth of the chunked run rises to about 18 ms, "
+    "the last half per cent of the whole run jumps to about 210 ms.",
+)
 
 # %% [markdown]
 # ## What the long prompt pays

@@ -22,7 +22,7 @@ house("policies", "lab")
 # The scheduler doesn't know what computes its steps. So give it something that computes nothing and only says how
 # long the step *would* have taken: Llama-3-8B on an H100, say. Scheduler, block manager, queues and trace are the real
 # ones, and an hour of traffic runs in a minute. That is the **simulator**, and the lab below runs it again each time you
-# move a dial. (If you read this without a kernel, you see a picture of its first state.)
+# move a dial. (Without a kernel you see one line of it here; the pictures further down are saved.)
 
 # %% name="lab" tags=["nbval-ignore-output"]
 from course_lib.lab import compare, compare_alt, lab, show, show_figure, source
@@ -71,7 +71,8 @@ numbers = {size: measures(trace) for size, trace in runs.items()}
 columns = ("longest stall", "TTFT of long", "tokens/s")
 print(f"{'chunk size':>10}" + "".join(f"{column:>16}" for column in columns) + f"{'all done after':>16}")
 for size, row in numbers.items():
-    print(f"{size or 'whole':>10}" + "".join(f"{row[column]:>16}" for column in columns) + f"{1e3 * runs[size].steps[-1].end:13.0f} ms")
+    cells = "".join(f"{row[column]:>16}" for column in columns)
+    print(f"{size or 'whole':>10}{cells}{1e3 * runs[size].steps[-1].end:13.0f} ms")
 fastest = min(SIZES, key=lambda size: runs[size].steps[-1].end)
 print(f"\nEverybody is done first with {fastest or 'whole'}. You said {my_guess_fastest}.")
 
@@ -82,7 +83,7 @@ from course_lib.metrics import of_requests
 
 sizes = [size or 8192 for size in SIZES]
 metrics = {size: of_requests(trace) for size, trace in runs.items()}
-stalls = [1e3 * max(request.stall for name, request in metrics[size].items() if name != "long") for size in SIZES]
+stalls = [1e3 * max(r.stall for name, r in metrics[size].items() if name != "long") for size in SIZES]
 ttfts = [1e3 * metrics[size]["long"].ttft for size in SIZES]
 figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
 axes.loglog(sizes, stalls, "o-", color="#d55e00", label="longest stall of the streams")
@@ -93,7 +94,7 @@ axes.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1000"])
 axes.set_xlabel("chunk size, tokens")
 axes.set_ylabel("milliseconds")
 axes.legend()
-words = ", ".join(f"{size or 'whole'}: {stall:.0f} and {ttft:.0f} ms" for size, stall, ttft in zip(SIZES, stalls, ttfts))
+words = ", ".join(f"{size or 'whole'}: {a:.0f} and {b:.0f} ms" for size, a, b in zip(SIZES, stalls, ttfts))
 show_figure(figure, f"Longest stall of the streams and TTFT of the long prompt against the chunk size. {words}.")
 
 # %% [markdown]
@@ -178,15 +179,17 @@ print("workload          chunk size   median TTFT    P99 TTFT    median ITL     
 for name, requests in WORKLOADS.items():
     for size in (None, 1024, 256, 64):
         config = EngineConfig(
-            num_blocks=20_000, max_num_seqs=128, max_num_batched_tokens=16_384, max_prefill_chunk_size=size, enable_prefix_caching=False
-        )
+            num_blocks=20_000, max_num_seqs=128, max_num_batched_tokens=16_384,
+            max_prefill_chunk_size=size, enable_prefix_caching=False,
+        )  # fmt: skip
         m = metrics_of(simulate(config, requests))
         p99[name, size] = m.itl.p99
-        row = (m.ttft.p50, m.ttft.p99, m.itl.p50, m.itl.p99)
-        print(f"{name:18}{size or 'whole':>10}" + "".join(f"{1e3 * value:9.1f} ms" for value in row) + f"{m.output_tokens_per_second:11,.0f}")
+        row = "".join(f"{1e3 * value:9.1f} ms" for value in (m.ttft.p50, m.ttft.p99, m.itl.p50, m.itl.p99))
+        print(f"{name:18}{size or 'whole':>10}{row}{m.output_tokens_per_second:11,.0f}")
 
 factors = {name: p99[name, None] / p99[name, 256] for name in WORKLOADS}
-print(f"\nShort questions: {factors['short questions']:.1f}, you said {my_guess_short}. With documents: {factors['with documents']:.1f}, you said {my_guess_documents}.")
+print(f"\nShort questions: {factors['short questions']:.1f} times. You said {my_guess_short}.")
+print(f"With documents: {factors['with documents']:.1f} times. You said {my_guess_documents}.")
 
 # %% [markdown]
 # If prompts are short, a chunk size is a limit that nobody reaches; only one that is absurdly small does anything, and
@@ -209,13 +212,16 @@ my_guess_long_factor = 4.0  # write yours
 
 # %% name="policies"
 NAMES = ("prefilling_first", "waiting_first", "shortest_first", "fair_share")
-behind = {name: Settings(running=16, newcomers=32, budget=256, chunk=256, prompt=4096, policy=name).run() for name in NAMES}
+settings = {"running": 16, "newcomers": 32, "budget": 256, "chunk": 256, "prompt": 4096}
+behind = {name: Settings(**settings, policy=name).run() for name in NAMES}
 print(f"{'policy':18}{'TTFT of newcomers':>18}{'TTFT of long':>15}{'longest stall':>15}")
 for name, trace in behind.items():
     row = measures(trace)
     print(f"{name:18}{row['TTFT of newcomers']:>18}{row['TTFT of long']:>15}{row['longest stall']:>15}")
 grew = of_requests(behind["shortest_first"])["long"].ttft / of_requests(behind["prefilling_first"])["long"].ttft
-print(f"\nNewcomers: {measures(behind['shortest_first'])['TTFT of newcomers']}, you said {my_guess_newcomers_ms} ms. Long: {grew:.1f} times, you said {my_guess_long_factor}.")
+newcomers = measures(behind["shortest_first"])["TTFT of newcomers"]
+print(f"\nThe newcomers' mean with shortest_first: {newcomers}. You said {my_guess_newcomers_ms} ms.")
+print(f"The long one's TTFT: {grew:.1f} times. You said {my_guess_long_factor}.")
 
 # %% name="draw-policies"
 titles = ("prefilling_first", "shortest_first")

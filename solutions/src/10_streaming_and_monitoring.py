@@ -187,8 +187,9 @@ with plug(sample=sample):
 words = sorted(truth, key=truth.get, reverse=True)[:8]
 figure, axes = pyplot.subplots(figsize=(7, 3))
 places = range(len(words))
-axes.bar([place - 0.2 for place in places], [torch.tensor(truth[word]).exp() for word in words], 0.4, color="#bbbbbb", label="the model's probability")
-axes.bar([place + 0.2 for place in places], [firsts.count(word) / 64 for word in words], 0.4, color="#0072b2", hatch="//", label="your share of 64 draws")
+model, yours = [float(torch.tensor(truth[word]).exp()) for word in words], [firsts.count(word) / 64 for word in words]
+axes.bar([place - 0.2 for place in places], model, 0.4, color="#bbbbbb", label="the model's probability")
+axes.bar([place + 0.2 for place in places], yours, 0.4, color="#0072b2", hatch="//", label="your share of 64 draws")
 axes.set_xticks(places, [tokenizer.decode([word]) for word in words])
 axes.set_xlabel("first word of the story")
 axes.set_ylabel("share of the answers")

@@ -81,10 +81,13 @@ cost = RooflineCost(find_model("llama3-8b"), find_chip("h100"))
 size = chunk_for_target(cost, running=64, context=100, prompt=8192, target=0.020)
 print(f"chunks of {size} for steps of at most 20 ms")
 
-config = EngineConfig(num_blocks=4096, max_num_batched_tokens=8192, max_prefill_chunk_size=size, max_num_seqs=128, enable_prefix_caching=False)
+config = EngineConfig(
+    num_blocks=4096, max_num_batched_tokens=8192, max_prefill_chunk_size=size, max_num_seqs=128, enable_prefix_caching=False
+)
 trace = simulate(config, stall(64, 8192, arrival=0.1, context=16, output_tokens=60))
 slowest = max((step for step in trace.steps if step.decode_tokens), key=lambda step: step.end - step.start)
-print(f"the slowest step of the streams took {1e3 * (slowest.end - slowest.start):.1f} ms, with {slowest.prefill_tokens} tokens of the prompt in it")
+took = 1e3 * (slowest.end - slowest.start)
+print(f"the slowest step of the streams took {took:.1f} ms, with {slowest.prefill_tokens} tokens of the prompt in it")
 show(timeline(trace, title=f"chunks of {size}"), alt_text(trace))
 
 # %% [markdown] name="task-11-2"
