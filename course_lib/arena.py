@@ -34,6 +34,7 @@ from html import escape
 from pathlib import Path
 
 from .capacity import Targets, goodput
+from .checks.exercise import NotDone
 from .checks.progress import progress_file
 from .checks.run import TimeLimit, TimeUp, file_text
 from .config import EngineConfig
@@ -462,7 +463,7 @@ def _bars(points: dict[str, dict[str, float]], mine: str) -> Picture:
 
 
 def arena(policy: object, *, save: bool = True) -> Result:
-    """Score a policy in all rounds, against the built-in ones. It never raises what the policy raises.
+    """Score a policy in all rounds, against the built-in ones. It doesn't raise what the policy raises, but for a stub's NotDone.
 
     policy  an object with an `order` method, as EngineConfig(policy=…) takes it
     save    remember the points for `leaderboard()`
@@ -483,7 +484,7 @@ def arena(policy: object, *, save: bool = True) -> Result:
             problem = f"In {game.name} it was stopped after {SECONDS:g} seconds: does a loop in it ever end?"
         except Foul as foul:
             problem = f"In {game.name} {foul}"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, NotDone):
             raise
         except BaseException as error:  # whatever its code raises, SystemExit too
             problem = f"In {game.name} it raised {_described(error)}"

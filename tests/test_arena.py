@@ -7,6 +7,7 @@ import pytest
 
 from course_lib import arena as arena_module
 from course_lib.arena import PATIENCE, arena, built_in_scores, leaderboard, leaderboard_file, read_leaderboard, rounds, score
+from course_lib.checks import NotDone
 from course_lib.policies import FairShare, Policy, PrefillingFirst, ShortestFirst
 
 
@@ -161,6 +162,15 @@ def test_leaving_the_program_is_no_way_out():
         raise SystemExit(0)
 
     assert "SystemExit" in problem_of(always(leaves))
+
+
+def test_a_policy_that_is_not_written_yet_is_no_foul():
+    def stub(prefilling, waiting):
+        raise NotDone("11.2 order")
+
+    with pytest.raises(NotDone):
+        arena(always(stub))
+    assert read_leaderboard() == {}
 
 
 def set_to(name, value):
