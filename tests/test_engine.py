@@ -1423,7 +1423,7 @@ def test_on_step_sees_what_is_about_to_be_computed():
 ORDER = [
     "validation", "vllm_flags", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
     "batch", "hardware", "cost_model", "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants",
-    "engine", "calibrate", "workloads", "capacity", "lab", "checks", "__init__", "demo", "doctor", "bench", "simulate",
+    "engine", "calibrate", "workloads", "capacity", "lab", "checks", "arena", "__init__", "demo", "doctor", "bench", "simulate",
     "gpu_jobs", "gpu_check", "__main__",
 ]  # fmt: skip
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
