@@ -10,7 +10,7 @@ const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module
 worker.onerror = () => window.fail("The lab's worker could not be loaded.");
 worker.onmessage = ({ data }) => {
   if ("loaded" in data) showLoaded(data.loaded);
-  if ("stage" in data) find("stage").textContent = `${data.stage} …`;
+  if ("stage" in data) showStage(data.stage);
   if ("failed" in data) window.fail(data.failed);
   if ("text" in data) show(JSON.parse(data.text));
 };
@@ -20,6 +20,26 @@ function showLoaded(bytes) {
   const progress = find("progress");
   progress.value = bytes;
   find("megabytes").textContent = `${(bytes / 1e6).toFixed(1)} of ${(progress.max / 1e6).toFixed(1)} MB`;
+  if (bytes >= progress.max) showStage("Starting Python");
+}
+
+// From here on nobody knows how long it takes.
+function showStage(words) {
+  find("stage").textContent = `${words} …`;
+  find("progress").removeAttribute("value");
+}
+
+function explain({ controls }) {
+  for (const { label, help } of controls) {
+    find("words").lastChild.append(element("dt", label), element("dd", help));
+  }
+  find("words").hidden = false;
+}
+
+function element(tag, text) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  return made;
 }
 
 function show({ answer, query: now }) {
@@ -27,6 +47,7 @@ function show({ answer, query: now }) {
     find("loading").remove();
     view = mount(find("lab"), answer, { send: (message) => worker.postMessage(JSON.stringify(message)) });
     find("copy").disabled = false;
+    explain(answer);
   } else if (answer.kind) view.receive(answer);
   else view.update(answer);
   query = now;

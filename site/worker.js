@@ -21,9 +21,8 @@ self.fetch = async (...request) => {
 
 async function start(query) {
   const courseLib = fetch("course_lib.zip").then((response) => response.arrayBuffer());
-  const python = await loadPyodide();
-  post({ stage: "Starting Python" });
-  python.unpackArchive(await courseLib, "zip");
+  const [python, files] = await Promise.all([loadPyodide(), courseLib]);
+  python.unpackArchive(files, "zip");
   const web = python.pyimport("course_lib.lab.web");
   post({ stage: "Running the scheduler" });
   return web.Page(query);

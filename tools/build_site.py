@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -34,8 +35,10 @@ SOURCE = ROOT / "site"
 PYODIDE = "314.0.7"  # with Python 3.14
 INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="  # `npm view pyodide dist`
 MODULES = ("pyodide.mjs", "pyodide.asm.mjs")
-FETCHED = ("pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+STDLIB = "python_stdlib.zip"
+FETCHED = ("pyodide.asm.wasm", STDLIB, "pyodide-lock.json")
 LEFT_OUT = ("model", "bench", "checks")  # parts of course_lib that need torch, or a terminal
+MOST_SAID = 2000  # characters of what a program says when it fails
 OLDEST = (1980, 1, 1, 0, 0, 0)  # the date in the zip: the same sources give the same bytes
 
 
@@ -47,16 +50,8 @@ def tarball(folder: Path, offline: bool = False) -> Path:
     """npm's file of Pyodide in the folder, fetched if it isn't there."""
     file = folder / f"pyodide-{PYODIDE}.tgz"
     if not file.exists():
-        npm = shutil.which("npm")
-        if npm is None:
-            raise CannotBuild("npm isn't here: it comes with Node.js")
         folder.mkdir(parents=True, exist_ok=True)
-        command = [npm, "pack", f"pyodide@{PYODIDE}", "--pack-destination", str(folder), "--silent", *(["--offline"] if offline else [])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not file.exists():
-            where = "npm's cache doesn't have pyodide" if offline else "npm could not fetch pyodide"
-            reason = (done.stderr or done.stdout).strip()
-            raise CannotBuild(f"{where} {PYODIDE}" + (f": {reason}" if reason else ""))
+        _run("npm", "pack", f"pyodide@{PYODIDE}", "--pack-destination", str(folder), "--silent", *(["--offline"] if offline else []))
     found = f"sha512-{base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode()}"
     if found != INTEGRITY:
         file.unlink()
@@ -64,12 +59,35 @@ def tarball(folder: Path, offline: bool = False) -> Path:
     return file
 
 
+def _run(program: str, *arguments: str) -> None:
+    found = shutil.which(program)
+    if found is None:
+        raise CannotBuild(f"{program} isn't here: it comes with Node.js")
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotBuild(f"{program} {' '.join(arguments[:2])} failed: {(done.stderr or done.stdout).strip()[-MOST_SAID:]}")
+
+
+def unpacked(pyodide: Path) -> Path:
+    """The parts of Pyodide that the site needs, in a folder beside the tarball, with the standard library compiled."""
+    folder = pyodide.with_suffix("")
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=pyodide.parent) as place:
+            fresh = Path(place, "pyodide")
+            fresh.mkdir()
+            with tarfile.open(pyodide) as archive:
+                for name in (*MODULES, *FETCHED, "package.json"):
+                    (fresh / name).write_bytes(archive.extractfile(f"package/{name}").read())
+            compiled = Path(place, STDLIB)
+            _run("node", str(SOURCE / "compile_stdlib.mjs"), str(fresh), str(compiled))
+            compiled.replace(fresh / STDLIB)
+            fresh.rename(folder)
+    return folder
+
+
 def build(out: Path, pyodide: Path, course: str) -> int:
-    """Write the site into a folder, over what is there of it; returns its size in bytes."""
-    (out / "pyodide").mkdir(parents=True, exist_ok=True)
-    with tarfile.open(pyodide) as archive:
-        for name in (*MODULES, *FETCHED, "package.json"):
-            (out / "pyodide" / name).write_bytes(archive.extractfile(f"package/{name}").read())
+    """Write the site into a folder, over what is there of it; returns its size in bytes. pyodide: of `unpacked`."""
+    shutil.copytree(pyodide, out / "pyodide", dirs_exist_ok=True)
     for name in ("page.js", "worker.js"):
         shutil.copy(SOURCE / name, out)
     shutil.copy(ROOT / "course_lib" / "lab" / "view.js", out)
@@ -119,7 +137,7 @@ def main() -> int:
     parser.add_argument("--course", metavar="ADDRESS", help="where the link to the course leads")
     args = parser.parse_args()
     try:
-        size = build(args.out, tarball(OUT.parent, args.offline), args.course or course_address())
+        size = build(args.out, unpacked(tarball(OUT.parent, args.offline)), args.course or course_address())
     except CannotBuild as error:
         print(f"The site can't be built: {error}.", file=sys.stderr)
         return 1
