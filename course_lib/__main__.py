@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from .validation import check_int
@@ -75,5 +76,17 @@ def main(argv: list[str] | None = None) -> int:
     return doctor.run() if args.command == "doctor" else doctor.fetch()
 
 
+def run() -> int:
+    """`main`, but for a reader that has seen enough (`… | head`): that is no error of ours."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
+        return 141  # what a shell shows for a program that SIGPIPE ended
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

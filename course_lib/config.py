@@ -107,6 +107,7 @@ class SamplingParams(Checked):
     stop_token_ids      token ids that end the output (the token stays in token_ids, as an end-of-sequence token does)
     ignore_eos          go on after the model's end-of-sequence token
     logprobs            how many alternatives to report per token (0: the token's own); None: none
+    final_only          one output, at the end, instead of one per token
     """
 
     max_tokens: int = 16
@@ -120,6 +121,7 @@ class SamplingParams(Checked):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    final_only: bool = False
 
     def __post_init__(self) -> None:
         self._check_int("max_tokens", 1)
@@ -141,5 +143,6 @@ class SamplingParams(Checked):
         self._set("stop", stop)
         ids = self._tuple("stop_token_ids", "token ids")
         self._set("stop_token_ids", tuple(check_int("stop_token_ids", i, 0) for i in ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "final_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -20,6 +20,7 @@ class SimulatedRunner:
     """
 
     tokenizer = None
+    reads_tokens = False  # how many tokens there are is all that counts
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, model: ModelShape | str = "llama3-8b", chip: Chip | str = "h100", cost=None) -> None:
