@@ -38,6 +38,7 @@ def test_a_pinned_run_is_written_as_what_differs():
     address = read(f"?{query}")
     assert Settings(**address.settings) == now and Settings(**address.pinned) == then
     assert write(now, now) == write(now)
+    assert write(Settings(decode_share=1)) == write(Settings(decode_share=1.0)), "a browser sends 1.0 as 1"
 
 
 def test_what_a_teacher_writes_by_hand_is_enough():

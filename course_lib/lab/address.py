@@ -35,7 +35,13 @@ def write(settings: Settings, pinned: Settings | None = None) -> str:
     """All settings, so that the link means the same when the defaults change."""
     now = asdict(settings)
     then = {PINNED + key: value for key, value in asdict(pinned or settings).items() if value != now[key]}
-    return urlencode({key: WHOLE if value is None else value for key, value in {**now, **then}.items()})
+    return urlencode({key: _text(value) for key, value in {**now, **then}.items()})
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return WHOLE
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def read(query: str) -> Address:

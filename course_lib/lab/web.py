@@ -20,7 +20,7 @@ class Page:
         self._complaints = address.complaints
         self.lab = self._lab(address.settings)
         if address.pinned is not None:
-            self._pin(Settings(**address.pinned))
+            self._pin(address.pinned)
 
     def _lab(self, settings: dict) -> Lab:
         try:
@@ -31,11 +31,14 @@ class Page:
         lab.preset = next((key for key, *_, changes in PRESETS if Settings(**changes) == lab.settings), "")
         return lab
 
-    def _pin(self, settings: Settings) -> None:
+    def _pin(self, settings: dict) -> None:
         try:
-            self.lab.pinned = (settings, settings.run())
+            then = Lab(**settings)
         except ValueError as error:
             self._complaints.append(f"The run that was pinned as A can't run: {error}.")
+            return
+        then.handle({"kind": "action", "key": "pin"})
+        self.lab.pinned = then.pinned
 
     def start(self) -> str:
         """The first picture, the controls, and what was wrong with the address."""
