@@ -51,6 +51,8 @@ function show({ answer, query: now }) {
   } else if (answer.kind) view.receive(answer);
   else view.update(answer);
   query = now;
+  find("said").textContent = ""; // a link that was copied before is no longer this one
+  find("link").hidden = true;
   clearTimeout(writing);
   writing = setTimeout(() => history.replaceState(null, "", link()), ADDRESS_PAUSE);
 }
