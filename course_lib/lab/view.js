@@ -603,7 +603,7 @@ class View {
       area.value = message.text;
       area.focus();
       area.select();
-      const copying = navigator.clipboard?.writeText(message.text) ?? Promise.reject(); // a page without https has no clipboard
+      const copying = navigator.clipboard?.writeText(message.text) ?? Promise.reject(); // not every page may use the clipboard
       copying.then(() => "The code is copied and shown below.", () => "The code is shown below, marked.")
         .then((words) => { this.live.textContent = words; });
     } else if (kind === "cancelled") clearTimeout(this.rows.get(message.request)?.waiting);
