@@ -121,9 +121,7 @@ class Scheduler:
             while sequence.status is RUNNING and not self._has_room(sequence):
                 self._preempt(out, max(self._holders(), key=by_arrival))
         new = tuple.__new__  # ScheduledChunk(...) in half the time, once for every running request in every step
-        out.chunks += [
-            new(ScheduledChunk, (s, s.cached_token_count, 1, "decode", True)) for s in chosen if s.status is RUNNING
-        ]
+        out.chunks += [new(ScheduledChunk, (s, s.cached_token_count, 1, "decode", True)) for s in chosen if s.status is RUNNING]
         return left_out
 
     def _has_room(self, sequence: Sequence) -> bool:

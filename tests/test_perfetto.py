@@ -36,7 +36,9 @@ QUERY = """async (sql) => {
   return rows;
 }"""
 ERRORS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
-SLICES = "select thread.name, slice.name from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)"
+SLICES = (
+    "select thread.name, slice.name from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)"
+)
 COUNTERS = "select counter_track.name, value from counter join counter_track on counter.track_id = counter_track.id order by ts"
 
 

@@ -13,7 +13,15 @@ from test_timeline import SVG, Recorder, crowd, empty, everything, no_time, stal
 
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.lab import (
-    block_map, block_map_alt, block_map_text, budget, budget_alt, budget_text, compare, compare_alt, timeline,
+    block_map,
+    block_map_alt,
+    block_map_text,
+    budget,
+    budget_alt,
+    budget_text,
+    compare,
+    compare_alt,
+    timeline,
 )  # fmt: skip
 from course_lib.lab.block_map import read_pool
 from course_lib.lab.svg import OWNERS, STYLE, hatch
