@@ -27,9 +27,9 @@ const CSS = `
 .lmv :focus-visible{outline:3px solid #0072b2;outline:3px solid light-dark(#0072b2,#7cc4f2);outline-offset:1px}
 .lmv-step{flex:1 1 180px;min-width:100px}
 .lmv-picture{cursor:crosshair;max-width:100%;overflow-x:auto}
-.lmv-map,.lmv-readouts{overflow-x:auto}
+.lmv-map{overflow-x:auto}
 .lmv-sheet,.lmv-map svg{position:relative;min-width:620px}
-.lmv-idea{margin:0 8px 4px;min-height:1.4em}
+.lmv-idea{display:none;margin:0 8px 4px}
 .lmv-picture svg{display:block;width:100%;height:auto}
 .lmv-picture .lmv-over{position:absolute;inset:0;pointer-events:none}
 .lmv-band{fill:#333;fill:light-dark(#333,#fff);opacity:.17}
@@ -483,7 +483,7 @@ class View {
         button.addEventListener("click", () => this.ask({ kind: "preset", key }));
         this.controls.set(`preset ${key}`, { button, idea });
       }
-      this.idea = make(this.form, "div", { class: "lmv-idea" });
+      this.idea = make(this.form, "div", { class: "lmv-idea" }); // shown by a page that has the room
     }
     const grid = make(this.form, "div", { class: "lmv-controls", role: "group", "aria-label": "Settings" });
     for (const { key, label, values, help } of frame.controls) {
