@@ -27,9 +27,11 @@ def site(tmp_path_factory):
     """The site from the present sources, in a folder of its own."""
     root = tmp_path_factory.mktemp("server")
     try:
-        build_site.build(root / SUBPATH, build_site.unpacked(build_site.tarball(build_site.OUT.parent, offline=True)), "course.txt")
+        pyodide = build_site.unpacked(build_site.tarball(build_site.OUT.parent, offline=True))
     except build_site.CannotBuild as error:
-        pytest.skip(f"the lab's web page can't be built without the network ({error}); `make site` fetches what it needs, once")
+        why = str(error).splitlines()[0]
+        pytest.skip(f"the lab's web page can't be built without the network ({why}); `make site` fetches what it needs, once")
+    build_site.build(root / SUBPATH, pyodide, "course.txt")
     return root / SUBPATH
 
 
@@ -67,7 +69,8 @@ class OpenLab:
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.goto(url)
         self.stage = page.locator("#stage").inner_text()
-        page.wait_for_selector(".lmv-picture svg path.lm-prefill", timeout=120_000)
+        page.wait_for_selector(".lmv-picture svg path.lm-prefill, #failed:not([hidden])", timeout=120_000)
+        assert page.locator("#failed").is_hidden(), page.locator("#failed").inner_text()
         self.note = page.locator(".lmv-note").inner_text()
 
     def settings(self):
@@ -174,7 +177,8 @@ def test_the_page_is_used_with_the_keyboard_alone(lab):
     page.locator(".lmv button").first.focus()
     names = [name for _, name, *_ in tab_stops(page)]
     code_is_shown = page.locator(".lmv textarea").count()
-    assert len(names) == len(PRESETS) + len(CONTROLS) + 6 + 6 + code_is_shown and all(names) and len(set(names)) == len(names), names
+    assert len(names) == len(PRESETS) + len(CONTROLS) + 6 + 6 + code_is_shown, names
+    assert all(names) and len(set(names)) == len(names), names
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.tagName") == "A", "the lab lets go of the focus"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"

@@ -51,7 +51,7 @@ def tarball(folder: Path, offline: bool = False) -> Path:
     file = folder / f"pyodide-{PYODIDE}.tgz"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _run("npm", "pack", f"pyodide@{PYODIDE}", "--pack-destination", str(folder), "--silent", *(["--offline"] if offline else []))
+        _run("npm", "pack", f"pyodide@{PYODIDE}", "--pack-destination", str(folder), "--loglevel=error", *(["--offline"] if offline else []))
     found = f"sha512-{base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode()}"
     if found != INTEGRITY:
         file.unlink()
