@@ -1577,6 +1577,5 @@ def test_an_output_stays_what_it_was_when_the_request_goes_on():
         (False, None, 1, 1), (False, None, 2, 2), (True, "length", 3, 3),
     ]  # fmt: skip
     assert [output.finish_time for output in outputs] == [None, None, 3.0]
-    assert repr(outputs[0]).startswith("RequestOutput(request_id='r', new_token_ids=[") and "finish_reason=None" in repr(
-        outputs[0]
-    )
+    shown = repr(outputs[0])
+    assert shown.startswith("RequestOutput(request_id='r', new_token_ids=[") and "finish_reason=None" in shown
