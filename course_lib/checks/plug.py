@@ -16,6 +16,9 @@ from collections.abc import Iterator
 # The learner's part -> the module and the name (with a dot: a class's attribute) where the engine finds it.
 PARTS: dict[str, str] = {
     "build_batch": "course_lib.engine:build_batch",
+    "run_prefill_chunk": "course_lib.runners.model:ModelRunner.run_prefill_chunk",
+    "TextStream": "course_lib.engine:TextStream",
+    "sample": "course_lib.runners.model:sample",
 }
 
 
