@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
+from .bench import PARTS
 from .validation import check_int
 
 
@@ -14,6 +18,17 @@ def positive(text: str) -> int:
         return check_int("value", int(text), 1)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def one_of(names: SequenceOf[str]) -> Callable[[str], str]:
+    """An argparse type: one of the names. (`choices` would refuse an empty list of them.)"""
+
+    def check(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown: it must be one of {', '.join(names)}")
+        return text
+
+    return check
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,13 +49,16 @@ def main(argv: list[str] | None = None) -> int:
     checking.add_argument("--all", action="store_true", help="the table of all exercises, as remembered from their check cells")
     checking.add_argument("--csv", metavar="FILE", help="with PATH: where the results go (default: the terminal)")
     bench = commands.add_parser("bench", help="measure the engine, beside what you would pick instead")
-    bench.add_argument("parts", nargs="*", choices=["overhead", "latency", "throughput", "chunks", []], metavar="PART",
-                       help="overhead, latency, throughput, chunks (default: all of them)")  # fmt: skip
+    bench.add_argument("parts", nargs="*", type=one_of(PARTS), metavar="PART", help=f"{', '.join(PARTS)} (default: all of them)")
     bench.add_argument("--threads", type=positive, help="threads of every contender (default: the number of cores)")
     bench.add_argument("--rounds", type=positive, default=5, help="runs of each contender, in turns (default 5)")
     bench.add_argument("--workloads", nargs="+", choices=["short", "long"], help="of throughput (default: both)")
     bench.add_argument("--contenders", nargs="+", metavar="NAME", help="of throughput (default: all that are installed)")
     bench.add_argument("--vllm-venv", default=".venv-vllm", metavar="FOLDER", help="where vLLM's CPU build is (default .venv-vllm)")
+    bench.add_argument("--url", help="measure an OpenAI-compatible server with the demo's workload instead, from the client's side")
+    bench.add_argument("--model", help="with --url: the model's name there (default: the first that it lists)")
+    bench.add_argument("--chunk", type=positive, help="with --url: this engine's chunk size beside it (default: whole prompts)")
+    bench.add_argument("--svg", metavar="FILE", help="with --url: also write both timelines as one SVG picture")
     bench.add_argument("--out", metavar="FOLDER", help="where the raw numbers go (default bench/results)")
     gpu = commands.add_parser("gpu-check", help="test the GPU kernels on this GPU and measure them beside other libraries")
     gpu.add_argument("--out", metavar="FILE", help="where the measurements go, as JSON (default bench/results/gpu_check.json)")
@@ -75,5 +93,17 @@ def main(argv: list[str] | None = None) -> int:
     return doctor.run() if args.command == "doctor" else doctor.fetch()
 
 
+def run() -> int:
+    """`main`, but for a reader that has seen enough (`… | head`): that is no error of ours."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
+        return 141  # what a shell shows for a program that SIGPIPE ended
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

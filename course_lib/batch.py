@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, compress
+from operator import add
 from typing import NamedTuple
 
 from .scheduler import SchedulerOutput
@@ -54,6 +56,18 @@ class Sample(NamedTuple):
     token_id: int
     logprobs: dict[int, float] | None = None
     error: str | None = None
+
+
+def count_batch(output: SchedulerOutput) -> Batch:
+    """The batch without its tokens: lengths and rows alone, for a runner that computes nothing (`reads_tokens = False`)."""
+    if not output.chunks:
+        return Batch([], [], [], [], [], [0], [], [], [], output.block_size)
+    sequences, starts, sizes, _, is_last = zip(*output.chunks, strict=True)
+    ends = list(accumulate(sizes))
+    context_lens = list(map(add, starts, sizes))
+    sample_rows = [end - 1 for end in compress(ends, is_last)]
+    sampled = list(compress(sequences, is_last))
+    return Batch([], [], [], [], context_lens, [0, *ends], sample_rows, list(sequences), sampled, output.block_size)
 
 
 def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping = default_slot_mapping) -> Batch:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .validation import Checked, check_int, check_number
+from .vllm_flags import VllmFlags, flags_of
 
 # The names that EngineConfig.policy takes; the classes are in policies.py.
 POLICY_NAMES = ("prefilling_first", "waiting_first", "shortest_first", "priority", "fair_share")
@@ -20,7 +21,7 @@ class EngineConfig(Checked):
     """Sizes, budgets and switches of one engine.
 
     block_size              tokens per KV block, a power of two
-    num_blocks              blocks in the pool
+    num_blocks              blocks in the pool; None: as many as fit into the memory that the runner has free
     max_num_seqs            most sequences in flight (PREFILLING + RUNNING)
     max_num_batched_tokens  most tokens in one forward pass: the token budget of a step
     max_prefill_chunk_size  most prompt tokens of one request in one step; None: whole prompts
@@ -35,7 +36,7 @@ class EngineConfig(Checked):
     """
 
     block_size: int = 16
-    num_blocks: int = 1024
+    num_blocks: int | None = 1024
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_prefill_chunk_size: int | None = 256
@@ -50,7 +51,7 @@ class EngineConfig(Checked):
         self._check_int("block_size", 1)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} is not a power of two")
-        self._check_int("num_blocks", 1)
+        self._check_int("num_blocks", 1, optional=True)
         self._check_int("max_num_seqs", 1)
         self._check_int("max_num_batched_tokens", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -63,11 +64,10 @@ class EngineConfig(Checked):
         if not isinstance(self.enable_prefix_caching, bool):
             raise TypeError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         self._check_int("max_model_len", 2, optional=True)
-        pool = self.num_blocks * self.block_size
-        if self.max_model_len is not None and self.max_model_len > pool:
+        if None not in (self.max_model_len, self.num_blocks) and self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
                 f"max_model_len={self.max_model_len} is more than the pool holds: "
-                f"num_blocks × block_size = {pool} tokens"
+                f"num_blocks × block_size = {self.num_blocks * self.block_size} tokens"
             )
         share = check_number("max_decode_share", self.max_decode_share, "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._set("max_decode_share", share)
@@ -91,6 +91,10 @@ class EngineConfig(Checked):
             raise ValueError(f"max_model_len={self.max_model_len} is more than the model takes: {model_limit} tokens")
         return min(own, model_limit)
 
+    def to_vllm(self) -> VllmFlags:
+        """The flags of `vllm serve` that mean the same, and in `differs` what has no equal there."""
+        return flags_of(self)
+
 
 @dataclass(frozen=True)
 class SamplingParams(Checked):
@@ -107,6 +111,7 @@ class SamplingParams(Checked):
     stop_token_ids      token ids that end the output (the token stays in token_ids, as an end-of-sequence token does)
     ignore_eos          go on after the model's end-of-sequence token
     logprobs            how many alternatives to report per token (0: the token's own); None: none
+    final_only          one output, at the end, instead of one per token
     """
 
     max_tokens: int = 16
@@ -120,6 +125,7 @@ class SamplingParams(Checked):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    final_only: bool = False
 
     def __post_init__(self) -> None:
         self._check_int("max_tokens", 1)
@@ -141,5 +147,6 @@ class SamplingParams(Checked):
         self._set("stop", stop)
         ids = self._tuple("stop_token_ids", "token ids")
         self._set("stop_token_ids", tuple(check_int("stop_token_ids", i, 0) for i in ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "final_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")

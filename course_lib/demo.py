@@ -89,18 +89,24 @@ class StallRun:
         return {name: output.token_ids for name, output in self.outputs.items()}
 
     def measures(self) -> dict[str, float]:
-        """The numbers of the table; gaps are between two tokens of one stream (not of the document)."""
-        requests = of_requests(self.trace)
-        gaps = [gap for name, request in requests.items() if name != DOCUMENT for gap in request.itl]
-        total = self.trace.steps[-1].end - self.trace.steps[0].start
-        tokens = sum(len(ids) for ids in self.token_ids.values())
-        return {
-            "longest gap in a stream, s": max(gaps),
-            "P99 inter-token latency, s": percentile(gaps, 99),
-            "document's time to first token, s": requests[DOCUMENT].ttft,
-            "total time, s": total,
-            "output tokens per second": tokens / total,
-        }
+        """The numbers of the table, see `measures_of`."""
+        return measures_of(self.trace, sum(len(ids) for ids in self.token_ids.values()))
+
+
+def measures_of(trace: Trace, num_tokens: int) -> dict[str, float]:
+    """The numbers of the table for a trace that emitted `num_tokens`; gaps are between two tokens of one stream (not
+    of the document)."""
+    requests = of_requests(trace)
+    gaps = [gap for name, request in requests.items() if name != DOCUMENT for gap in request.itl]
+    total = trace.steps[-1].end - trace.steps[0].start
+    return {
+        "longest gap in a stream, s": max(gaps),
+        "median inter-token latency, s": percentile(gaps, 50),
+        "P99 inter-token latency, s": percentile(gaps, 99),
+        "document's time to first token, s": requests[DOCUMENT].ttft,
+        "total time, s": total,
+        "output tokens per second": num_tokens / total,
+    }
 
 
 def run(
@@ -181,12 +187,13 @@ def table(whole: list[StallRun], chunked: list[StallRun]) -> str:
     pairs = [(a.measures(), b.measures()) for a, b in zip(whole, chunked, strict=True)]
     names = list(pairs[0][0])
     width = max(len(name) for name in names)
-    chunk = f"chunks of {chunked[0].max_prefill_chunk_size}"
-    lines = [f"{'':{width}}   {'one piece':>12}   {chunk:>14}   {'ratio':>6}"]
+    sizes = [runs[0].max_prefill_chunk_size for runs in (whole, chunked)]
+    first, second = ("one piece" if size is None else f"chunks of {size}" for size in sizes)
+    lines = [f"{'':{width}}   {first:>14}   {second:>14}   {'ratio':>6}"]
     for name in names:
         columns = [median(a[name] for a, _ in pairs), median(b[name] for _, b in pairs)]
         ratio = median(b[name] / a[name] for a, b in pairs)
-        lines.append(f"{name:{width}}   {columns[0]:12.2f}   {columns[1]:14.2f}   {ratio:6.3f}")
+        lines.append(f"{name:{width}}   {columns[0]:14.2f}   {columns[1]:14.2f}   {ratio:6.3f}")
     return "\n".join(lines)
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from . import invariants
 from . import metrics as metrics_module
-from .batch import Sample, SlotMapping, build_batch
+from .batch import Sample, SlotMapping, build_batch, count_batch
 from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
 from .outputs import RequestOutput, RequestState, Stream
@@ -58,12 +58,17 @@ class Engine:
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         if not callable(getattr(runner, "execute", None)):
             raise TypeError(f"runner must be a runner, like FakeRunner() or ModelRunner('smollm2'), got {runner!r:.200}")
+        if config.num_blocks is None:
+            if not callable(getattr(runner, "blocks_that_fit", None)):
+                raise ValueError(f"num_blocks=None: a {type(runner).__name__} doesn't know its memory, so give it a number")
+            config = replace(config, num_blocks=runner.blocks_that_fit(config))
         self.runner = runner
         self.config = config
         self.max_model_len = config.resolve_max_model_len(runner.max_model_len)
         if hasattr(runner, "init_kv_cache"):
             runner.init_kv_cache(config.num_blocks, config.block_size)
         self._kv_cache = getattr(runner, "kv_cache", None)
+        self._reads_tokens = getattr(runner, "reads_tokens", True)
         self.block_manager = block_manager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = scheduler(config, self.block_manager)
         self.slot_mapping = slot_mapping
@@ -72,7 +77,7 @@ class Engine:
         settings = {**vars(config), "policy": policy, "max_model_len": self.max_model_len}
         self._sequences: dict[str, Sequence] = {}  # live ones, and ended ones not yet delivered
         self._recorder = Recorder(settings, self._sequences, record_trace)
-        self._outbox: deque[RequestOutput] = deque()
+        self._outbox: list[RequestOutput] = []
         self._random = random.Random()  # seeds for requests without one
         self._num_added = 0
         self._num_empty = 0
@@ -189,7 +194,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns an output per request that got a token or ended."""
         self._compute()
-        return self._deliver(self._sequences.keys())
+        return self._deliver() if self._outbox else []
 
     def _compute(self) -> None:
         """One step, its outputs put into the outbox."""
@@ -211,7 +216,7 @@ class Engine:
                 self._give_up_step()
                 raise
         try:
-            samples = self._forward(scheduled)
+            sampled, samples = self._forward(scheduled)
         except BaseException:
             with self._exclusive():
                 self._give_up_step()
@@ -220,8 +225,9 @@ class Engine:
             try:
                 outputs = self._apply_cancels()
                 self.scheduler.commit(scheduled)
-                outputs += self._take_samples(scheduled, samples)
-                self._recorder.step_ended(scheduled, self.scheduler.drain_preempted(), outputs, self.runner.now())
+                new_outputs, tokens = self._take_samples(sampled, samples)
+                outputs += new_outputs
+                self._recorder.step_ended(scheduled, self.scheduler.drain_preempted(), tokens, outputs, self.runner.now())
                 self._outbox.extend(outputs)
                 self._stepping = False
             except BaseException:
@@ -241,56 +247,59 @@ class Engine:
         except AssertionError as error:
             self._broken = f"a step was interrupted in the middle of its bookkeeping ({error}): make a new Engine"
 
-    def _forward(self, scheduled: SchedulerOutput) -> list[Sample]:
+    def _forward(self, scheduled: SchedulerOutput) -> tuple[list[Sequence], list[Sample]]:
+        """Compute the step; returns whose tokens were sampled, and the samples."""
         if self.on_step is not None:
             self.on_step(scheduled)
         if not scheduled.chunks:
             self._num_empty += 1
             if self._num_empty >= 1000:
                 raise RuntimeError(f"the scheduler gave {self._num_empty} steps nothing to do: {scheduled.reasons}")
-            return []
+            return [], []
         self._num_empty = 0
-        batch = build_batch(scheduled, self.slot_mapping)
+        batch = build_batch(scheduled, self.slot_mapping) if self._reads_tokens else count_batch(scheduled)
         samples = self.runner.execute(batch)
         if len(samples) != len(batch.sample_rows):
             raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sample_rows)} rows")
-        if not all(isinstance(sample, Sample) for sample in samples):
+        if not all(issubclass(kind, Sample) for kind in set(map(type, samples))):
             raise RuntimeError(f"the runner must return a Sample for each row, got {samples!r:.200}")
-        return samples
+        return batch.sampled, samples
 
-    def _take_samples(self, scheduled: SchedulerOutput, samples: list[Sample]) -> list[RequestOutput]:
-        """Append each sampled token to its request; end those that are done."""
+    def _take_samples(self, sampled: list[Sequence], samples: list[Sample]) -> tuple[list[RequestOutput], dict[str, int]]:
+        """Append each sampled token to its request; end those that are done. Returns outputs, and trace name -> token."""
         now = self.runner.now()
-        outputs = []
-        ends = (chunk.sequence for chunk in scheduled.chunks if chunk.is_last)
-        for sequence, sample in zip(ends, samples, strict=True):
+        outputs, tokens = [], {}
+        for sequence, (token_id, logprobs, error) in zip(sampled, samples, strict=True):
             if sequence.status is FINISHED:  # cancelled: its token is dropped
                 continue
-            if sample.error is not None:
-                outputs.append(self._finish(sequence, "error", error=sample.error))
+            if error is not None:
+                outputs.append(self._finish(sequence, "error", error=error))
                 continue
-            token_id = sample.token_id
-            sequence.generated_token_ids.append(token_id)
-            if sample.logprobs is not None:
-                sequence.logprobs.append(sample.logprobs)
+            generated, detokenizer = sequence.generated_token_ids, sequence.detokenizer
+            generated.append(token_id)
+            tokens[sequence.trace_name] = token_id
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs)
             if sequence.first_token_time is None:
                 sequence.first_token_time = now
-            new_text, reason, error = "", None, None
-            if sequence.detokenizer is not None:
+            new_text, reason = "", None
+            if detokenizer is not None:
                 try:
-                    new_text = sequence.detokenizer.push(token_id)
+                    new_text = detokenizer.push(token_id)
+                    reason = "stop" if detokenizer.stopped else None
                 except Exception as failure:  # this request's text fails, the others go on
                     reason, error = "error", f"text of token {token_id}: {failure!r}"
             if reason is None:
-                if token_id in sequence.stop_token_ids or (sequence.detokenizer and sequence.detokenizer.stopped):
+                if token_id in sequence.stop_token_ids:
                     reason = "stop"
-                elif len(sequence.generated_token_ids) >= sequence.max_new_tokens:
+                elif len(generated) >= sequence.max_new_tokens:
                     reason = "length"
             if reason is None:
-                outputs.append(RequestOutput.of(sequence, [token_id], new_text))
+                if not sequence.params.final_only:
+                    outputs.append(RequestOutput(sequence, [token_id], new_text))
             else:
                 outputs.append(self._finish(sequence, reason, [token_id], new_text, error))
-        return outputs
+        return outputs, tokens
 
     def _finish(self, sequence: Sequence, reason: str, new_token_ids=(), new_text="", error=None) -> RequestOutput:
         """End a request now; returns its one terminal output, with the text held back so far."""
@@ -304,22 +313,27 @@ class Engine:
         sequence.finish_time = self.runner.now()
         self._to_cancel.discard(sequence.request_id)
         self._recorder.request_ended(sequence)
-        return RequestOutput.of(sequence, list(new_token_ids), new_text, error)
+        return RequestOutput(sequence, list(new_token_ids), new_text, error)
 
     def _apply_cancels(self) -> list[RequestOutput]:
         """End the requests whose cancelling was asked for."""
+        if not self._to_cancel:
+            return []
         asked = [self._sequences.get(request_id) for request_id in list(self._to_cancel)]
         self._to_cancel.clear()
         ended = sorted((s for s in asked if s is not None and s.status is not FINISHED), key=lambda s: s.arrival)
         return [self._finish(sequence, "cancelled") for sequence in ended]
 
-    def _deliver(self, request_ids: Collection[str], at_most: int | None = None) -> list[RequestOutput]:
-        """Take these requests' outputs out of the outbox; the ids of ended ones become free."""
+    def _deliver(self, request_ids: Collection[str] | None = None, at_most: int | None = None) -> list[RequestOutput]:
+        """Take these requests' outputs, or all, out of the outbox; the ids of ended ones become free."""
         with self._exclusive():
-            delivered, kept = [], deque()
-            for output in self._outbox:
-                wanted = output.request_id in request_ids and (at_most is None or len(delivered) < at_most)
-                (delivered if wanted else kept).append(output)
+            delivered, kept = [], []
+            if request_ids is None:
+                delivered = self._outbox
+            else:
+                for output in self._outbox:
+                    wanted = output.request_id in request_ids and (at_most is None or len(delivered) < at_most)
+                    (delivered if wanted else kept).append(output)
             self._outbox = kept
             for output in delivered:
                 if output.finished:

@@ -1,9 +1,10 @@
 """`python -m course_lib gpu-check`: are the GPU kernels right on this GPU, and how fast are they?
 
 Runs the tests marked gpu, then measures: first what the machine can do (copying memory, multiplying matrices), then
-each kernel in many shapes beside what other libraries take, then decode steps of the whole engine. The share of the
-ceiling is the time that the machine's own rates would allow, divided by the time taken. The measuring itself is in
-gpu_jobs.py, in a process of its own: a kernel that breaks the GPU for one process costs one row, not the report.
+each kernel in many shapes beside what other libraries take, then decode steps of the whole engine, and whether its
+tokens in bfloat16 are as good as rounding allows. The share of the ceiling is the time that the machine's own rates
+would allow, divided by the time taken. The measuring itself is in gpu_jobs.py, in a process of its own: a kernel that
+breaks the GPU for one process costs one row, not the report.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-TESTS = CHECKOUT / "tests" / "test_triton_paged.py"
+TESTS = [CHECKOUT / "tests" / name for name in ("test_triton_paged.py", "test_decode_graphs.py")]
 DEFAULT_OUT = "bench/results/gpu_check.json"
 MAX_DIFFERENCE = 2**-6  # of two bfloat16 results, as a part of the largest value: the bound of the tests
 MAX_RESTARTS = 5
@@ -93,9 +94,9 @@ def environment(dry_run: bool) -> dict[str, str]:
 
 def run_tests(dry_run: bool) -> dict:
     """The tests marked gpu (all skipped in a dry run): {"exit code", "summary", "output"}."""
-    if not TESTS.exists():
-        return {"exit code": None, "summary": f"not run: {TESTS} isn't here", "output": ""}
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-m", "gpu", str(TESTS)]
+    if missing := [str(path) for path in TESTS if not path.exists()]:
+        return {"exit code": None, "summary": f"not run: {', '.join(missing)} isn't here", "output": ""}
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-m", "gpu", *map(str, TESTS)]
     if not dry_run and importlib.util.find_spec("xdist"):  # most of the time goes to compiling, which can be shared out
         command += ["-n", str(min(8, os.cpu_count() or 1))]
     done = subprocess.run(command, cwd=CHECKOUT, env=environment(dry_run), capture_output=True, text=True, check=False)
@@ -113,7 +114,7 @@ def measurements(dry_run: bool) -> Iterator[dict]:
             process = subprocess.Popen(
                 jobs_command(first, dry_run), env=environment(dry_run), stdout=subprocess.PIPE, stderr=errors, text=True
             )
-            job = {"job": None, "kind": "start", "model": "", "shape": ""}
+            job = {"job": None, "kind": "start", "model": "", "shape": "", "who": "ours"}
             is_reported = False
             for text in process.stdout:
                 if not text.startswith("{"):  # something that a library prints
@@ -129,7 +130,7 @@ def measurements(dry_run: bool) -> Iterator[dict]:
             last_words = " ".join(errors.read().split())[-300:]
         if not is_reported:
             error = f"the process ended with {process.returncode}: {last_words}"
-            yield {"row": {"kind": job["kind"], "model": job["model"], "shape": job["shape"], "who": "ours", "error": error}}
+            yield {"row": {name: job[name] for name in ("kind", "model", "shape", "who")} | {"error": error}}
         if job["job"] is None:
             return
         first = job["job"] + 1
@@ -142,6 +143,11 @@ def jobs_command(first: int, dry_run: bool) -> list[str]:
 def row_text(row: dict, ceilings: dict[str, float]) -> str:
     """One line of the table."""
     text = f"  {row['shape']:<42} {row['who']:<28}"
+    if "gap" in row:
+        return (
+            f"{text} {row['best']} of {row['tokens']} tokens are the best in float32, the others at most "
+            f"{row['gap']:.3f} below it (allowed: {row['bound']:.3f})"
+        )
     if "seconds" not in row:
         return f"{text} {row.get('left out') or row['error']}"
     seconds = row["seconds"]
@@ -170,6 +176,8 @@ def problems_of(report: dict) -> list[str]:
         where = f"{row['kind']} {row['model']} {row['shape']}"
         if "error" in row and row["who"].startswith("ours"):
             problems.append(f"{where}: {row['error']}")
+        if "gap" in row and not row["gap"] <= row["bound"]:
+            problems.append(f"{where}: a token is {row['gap']:.3f} below the best, rounding explains {row['bound']:.3f}")
         # A NaN is no number that is small enough.
         if not row.get("difference", 0) <= MAX_DIFFERENCE and re.match("SDPA|PyTorch", row["who"]):
             problems.append(f"{where}: our result differs from {row['who']} by {row['difference']:.1%}")

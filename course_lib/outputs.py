@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .sequence import FINISHED, Sequence
 
 
-@dataclass
 class RequestOutput:
     """What a step brought to one request. Times in seconds on the runner's clock.
 
@@ -16,39 +15,59 @@ class RequestOutput:
     finish_reason: stop (end-of-sequence, stop token or stop string), length, cancelled or error.
     """
 
-    request_id: str
-    new_token_ids: list[int]
-    new_text: str
-    text: str
-    finished: bool
-    finish_reason: str | None
-    num_cached_tokens: int  # prompt tokens that the prefix cache gave
-    arrival_time: float
-    first_token_time: float | None
-    finish_time: float | None
-    error: str | None
-    _generated: list[int] = field(repr=False)
-    _logprobs: list[dict[int, float]] | None = field(repr=False)
-    _num_generated: int = field(repr=False)
+    __slots__ = ("new_token_ids", "new_text", "text", "finished", "error", "sequence", "_num_generated")
 
-    @classmethod
-    def of(cls, s: Sequence, new_token_ids: list[int], new_text: str, error: str | None = None) -> RequestOutput:
-        return cls(
-            s.request_id, new_token_ids, new_text, "" if s.detokenizer is None else s.detokenizer.text,
-            s.status is FINISHED, s.finish_reason, s.prefix_hit_tokens,
-            s.arrival_time, s.first_token_time, s.finish_time, error,
-            s.generated_token_ids, None if s.params.logprobs is None else s.logprobs, len(s.generated_token_ids),
-        )  # fmt: skip
+    def __init__(self, sequence: Sequence, new_token_ids: list[int], new_text: str = "", error: str | None = None) -> None:
+        detokenizer = sequence.detokenizer
+        self.new_token_ids = new_token_ids
+        self.new_text = new_text
+        self.text = "" if detokenizer is None else detokenizer.text
+        self.finished = sequence.status is FINISHED
+        self.error = error
+        self.sequence = sequence
+        self._num_generated = len(sequence.generated_token_ids)
+
+    # What of a sequence is settled by its first output is read from it when asked for: most outputs are never asked.
+
+    @property
+    def request_id(self) -> str:
+        return self.sequence.request_id
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.sequence.finish_reason if self.finished else None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache gave."""
+        return self.sequence.prefix_hit_tokens
+
+    @property
+    def arrival_time(self) -> float:
+        return self.sequence.arrival_time
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self.sequence.first_token_time
+
+    @property
+    def finish_time(self) -> float | None:
+        return self.sequence.finish_time if self.finished else None
 
     @property
     def token_ids(self) -> list[int]:
         """All tokens generated up to this output."""
-        return self._generated[: self._num_generated]
+        return self.sequence.generated_token_ids[: self._num_generated]
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
         """Per generated token {token id: log-probability}; None when the request didn't ask for them."""
-        return None if self._logprobs is None else self._logprobs[: self._num_generated]
+        return None if self.sequence.params.logprobs is None else self.sequence.logprobs[: self._num_generated]
+
+    def __repr__(self) -> str:
+        shown = ("request_id", "new_token_ids", "new_text", "text", "finished", "finish_reason", "num_cached_tokens",
+                 "arrival_time", "first_token_time", "finish_time", "error")  # fmt: skip
+        return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ def _token_ids(prompt: Prompt, runner, field: str) -> list[int]:
             raise TypeError(f"{field} must be a text or a list of token ids, got {prompt!r}")
         token_ids = list(prompt)
     vocab_size = runner.vocab_size
+    if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) < vocab_size:
+        return token_ids
     for place, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             token_ids[place] = check_int(f"{field}[{place}]", token_id, 0, vocab_size - 1)

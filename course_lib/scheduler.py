@@ -94,7 +94,8 @@ class Scheduler:
         tokens = self._schedule_prefills(out, self.config.max_num_batched_tokens - len(out.chunks))
         for sequence in left_out:  # what prefill left goes back to decode, at nobody's expense
             if sequence.status is RUNNING:
-                if tokens and self._decode(out, sequence):
+                if tokens and self._has_room(sequence):
+                    out.chunks.append(ScheduledChunk(sequence, sequence.cached_token_count, 1, "decode", True))
                     tokens -= 1
                 else:
                     out.reasons[sequence.request_id] = "kv_blocks" if tokens else "decode_share"
@@ -114,23 +115,24 @@ class Scheduler:
             if len(chosen) > cap:  # those that have gone longest without a token come first
                 rotation = sorted(chosen, key=lambda s: (s.last_step, s.arrival))
                 chosen, left_out = sorted(rotation[:cap], key=by_arrival), rotation[cap:]
-        for sequence in chosen:  # oldest first, so that a victim has nothing scheduled yet
-            while sequence.status is RUNNING and not self._decode(out, sequence):
+        size = self.block_size
+        for sequence in [s for s in chosen if s.cached_token_count == len(s.block_table) * size]:  # its blocks are full
+            # oldest first, so that who is preempted is this one or still to come
+            while sequence.status is RUNNING and not self._has_room(sequence):
                 self._preempt(out, max(self._holders(), key=by_arrival))
+        new = tuple.__new__  # ScheduledChunk(...) in half the time, once for every running request in every step
+        out.chunks += [new(ScheduledChunk, (s, s.cached_token_count, 1, "decode", True)) for s in chosen if s.status is RUNNING]
         return left_out
 
-    def _decode(self, out: SchedulerOutput, sequence: Sequence) -> bool:
-        """Schedule the one token of a RUNNING sequence; False if it needs a block and none is free."""
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Room for one more token, in the blocks that a sequence has or in a free one, which it then gets."""
         start = sequence.cached_token_count
-        is_full = start == len(sequence.block_table) * self.block_size
-        if is_full and not self.block_manager.allocate(sequence, start + 1):
-            return False
-        # ScheduledChunk(...) in half the time: this line runs once for every running request in every step
-        out.chunks.append(tuple.__new__(ScheduledChunk, (sequence, start, 1, "decode", True)))
-        return True
+        return start < len(sequence.block_table) * self.block_size or self.block_manager.allocate(sequence, start + 1)
 
     def _schedule_prefills(self, out: SchedulerOutput, tokens: int) -> int:
         """Spend `tokens` on PREFILLING and WAITING sequences; returns how many are left."""
+        if not self.prefilling and not self.waiting:
+            return tokens
         config = self.config
         seqs = config.max_num_seqs - len(self.prefilling) - len(self.running)
         partial = len(self.prefilling)  # sequences that will be PREFILLING after this step
@@ -255,8 +257,8 @@ class Scheduler:
 
     def commit(self, out: SchedulerOutput) -> None:
         """The forward pass returned: move the counters, and the sequences to their new queues."""
-        block_size, step = self.block_size, out.step
-        for sequence, start, num_tokens, kind, is_last in out.chunks:
+        block_size, step, is_caching = self.block_size, out.step, self.config.enable_prefix_caching
+        for sequence, start, num_tokens, _kind, is_last in out.chunks:
             status = sequence.status
             if status is FINISHED:  # cancelled while the forward pass ran
                 continue
@@ -265,7 +267,7 @@ class Scheduler:
             cached = start + num_tokens
             sequence.cached_token_count = cached
             sequence.last_step = step
-            if cached // block_size > len(sequence.block_keys):
+            if is_caching and cached // block_size > len(sequence.block_keys):
                 self.block_manager.register(sequence)
             if status is not RUNNING and (is_last or status is WAITING):
                 self._queue(sequence).remove(sequence)

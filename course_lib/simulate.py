@@ -73,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
     """Run every setting, show the table; 2 for options that can't be."""
     try:
         runs = run(args)
+    except BrokenPipeError:
+        raise  # of the output, not of a file
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from course_lib.batch import Batch
 from course_lib.model.attention import triton_paged as kernels
-from course_lib.model.attention.plan import Plan
+from course_lib.model.attention.plan import make_plan
 
 
 class AbsentGpu:
@@ -53,7 +53,7 @@ def launch_all(dtype, cases, launch):
         query = torch.empty(tokens, heads, head_dim, dtype=dtype)
         key = torch.empty(tokens, kv_heads, head_dim, dtype=dtype)
         cache = torch.empty(7 * 16, kv_heads, head_dim, dtype=dtype)
-        plan = Plan(batch, heads, kv_heads, dtype, query.device)
+        plan = make_plan(batch, heads, kv_heads, dtype, query.device)
         plan.num_splits = splits
         kernels.paged_attention(query, cache, cache, plan, 0.125)
         kernels.store_kv(key, key, cache, cache, torch.zeros(tokens, dtype=torch.int64))

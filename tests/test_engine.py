@@ -1421,9 +1421,9 @@ def test_on_step_sees_what_is_about_to_be_computed():
 
 # In the order in which a request flows through them: a module may import only from those before it.
 ORDER = [
-    "validation", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
+    "validation", "vllm_flags", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
     "batch", "hardware", "cost_model", "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants",
-    "engine", "calibrate", "workloads", "capacity", "lab", "checks", "__init__", "demo", "doctor", "bench", "simulate",
+    "engine", "calibrate", "workloads", "capacity", "lab", "checks", "arena", "__init__", "demo", "doctor", "bench", "simulate",
     "gpu_jobs", "gpu_check", "__main__",
 ]  # fmt: skip
 # Imported inside a function, where something is shown or said about it, and done without where it is missing.
@@ -1545,3 +1545,37 @@ def test_metrics_show_themselves_in_a_few_lines():
     engine = Engine(FakeRunner())
     engine.generate([[1, 2, 3]] * 50, limit(50))
     assert len(repr(engine.metrics())) < 1500
+
+
+# ---- outputs only at the end ----------------------------------------------------------------------
+
+
+def test_a_request_that_wants_only_its_last_output_gets_one_with_all_tokens():
+    engine = Engine(FakeRunner(), EngineConfig(num_blocks=64))
+    engine.add_request([1] * 20, SamplingParams(max_tokens=6), request_id="each")
+    engine.add_request([2] * 20, SamplingParams(max_tokens=6, final_only=True), request_id="last")
+    engine.add_request([3] * 20, SamplingParams(max_tokens=6, final_only=True), request_id="cancelled")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        if len(engine.trace.steps) == 3:
+            engine.cancel("cancelled")
+    counts = {name: [len(o.token_ids) for o in outputs if o.request_id == name] for name in ("each", "last", "cancelled")}
+    assert counts == {"each": [1, 2, 3, 4, 5, 6], "last": [6], "cancelled": [3]}
+    (last,) = [output for output in outputs if output.request_id == "last"]
+    assert last.token_ids == FakeRunner().solo([2] * 20, 6) and last.finish_reason == "length"
+    assert [step.tokens.get("last") for step in engine.trace.steps] == last.token_ids, "the trace has them all the same"
+    with pytest.raises(TypeError, match="final_only"):
+        SamplingParams(final_only=1)
+
+
+def test_an_output_stays_what_it_was_when_the_request_goes_on():
+    engine = Engine(FakeRunner(), EngineConfig(num_blocks=64))
+    engine.add_request([1] * 20, SamplingParams(max_tokens=3, logprobs=0), request_id="r")
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert [(o.finished, o.finish_reason, len(o.token_ids), len(o.logprobs)) for o in outputs] == [
+        (False, None, 1, 1), (False, None, 2, 2), (True, "length", 3, 3),
+    ]  # fmt: skip
+    assert [output.finish_time for output in outputs] == [None, None, 3.0]
+    shown = repr(outputs[0])
+    assert shown.startswith("RequestOutput(request_id='r', new_token_ids=[") and "finish_reason=None" in shown

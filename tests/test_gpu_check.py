@@ -22,10 +22,14 @@ def test_a_dry_run_goes_through_everything(tmp_path, capsys):
     assert "passed" in report["tests"]["summary"] or "skipped" in report["tests"]["summary"]
     assert report["machine"]["triton"] and report["machine"]["torch"] and report["machine"]["seed"] == 0
     rows = report["rows"]
-    assert {row["kind"] for row in rows} == {"ceiling", "attention", "attention, what if", "store_kv", "engine"}
+    assert {row["kind"] for row in rows} == {"ceiling", "attention", "attention, what if", "store_kv", "engine", "parity"}
     assert not [row for row in rows if "error" in row]
-    measured = [(row["kind"], row["shape"]) for row in rows if row["who"] == "ours" and row["seconds"] > 0]
+    measured = [(row["kind"], row["shape"]) for row in rows if row["who"] == "ours" and row.get("seconds", 0) > 0]
     assert len(measured) == 9  # 5 shapes of attention, 2 of store_kv, 2 of the engine
+    ways = [row["who"] for row in rows if row["kind"] == "engine" and row["shape"] == "decode 2"]
+    assert ways == ["ours", "ours, without graphs", "ours, torch_paged", "torch.compile"]
+    (parity,) = (row for row in rows if row["kind"] == "parity")
+    assert parity["tokens"] == 6 and parity["gap"] <= parity["bound"] and 0 < parity["bound"] < 3
     for row in rows:
         assert "absent" in row or row["who"] in text
         if row["who"].startswith(("SDPA", "Flex", "PyTorch")):
@@ -51,7 +55,7 @@ JOBS = """
 import json, sys
 for number in range(int(sys.argv[1]), 3):
     about = {"kind": "attention", "model": "m", "shape": f"shape {number}"}
-    print(json.dumps({"job": number, **about}), flush=True)
+    print(json.dumps({"job": number, **about, "who": "ours"}), flush=True)
     if number == 1:
         if sys.argv[2] == "an error":
             print(json.dumps({"row": {**about, "who": "ours", "error": "illegal address"}}), flush=True)
@@ -83,6 +87,7 @@ def check_that(monkeypatch, tests, *rows):
     return gpu_check.main(argparse.Namespace(dry_run=False, out=None))
 
 
+PARITY = {"kind": "parity", "shape": "greedy", "tokens": 9, "best": 8, "gap": 0.4, "bound": 0.5}
 MEASURED = {"who": "ours", "seconds": 1e-6, "bytes": 2e6, "flops": 0}
 
 
@@ -104,6 +109,8 @@ def test_a_good_check_shows_shares_of_the_ceiling_and_writes_its_numbers(monkeyp
         ((0, "9 skipped"), {}, "No test ran"),
         ((0, "9 passed"), {"who": "SDPA", "difference": 0.1}, "differs from SDPA by 10.0%"),
         ((0, "9 passed"), {"who": "SDPA", "difference": float("nan")}, "differs from SDPA by nan%"),
+        ((0, "9 passed"), PARITY | {"gap": 0.6}, "a token is 0.600 below the best, rounding explains 0.500"),
+        ((0, "9 passed"), PARITY | {"gap": float("nan")}, "a token is nan below the best"),
     ],
 )
 def test_what_is_wrong_fails_the_check(tests, row, words, monkeypatch, tmp_path, capsys):
@@ -119,3 +126,4 @@ def test_a_kernel_that_does_not_run_fails_the_check_and_a_peer_does_not(monkeypa
     assert "OutOfResources" in capsys.readouterr().out
     assert check_that(monkeypatch, (0, "9 passed"), failed | {"who": "FlashInfer"}, MEASURED) == 0
     assert check_that(monkeypatch, (0, "9 passed"), {"who": "ours", "left out": "needs 900 GB"}) == 0
+    assert check_that(monkeypatch, (0, "9 passed"), failed | {"who": "torch.compile"}, MEASURED, MEASURED | PARITY) == 0

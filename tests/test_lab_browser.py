@@ -3,9 +3,12 @@
 Needs the packages playwright and jupyterlab, and a Chromium at CHROMIUM (default /usr/bin/chromium); skipped elsewhere.
 """
 
+import base64
 import contextlib
+import functools
 import json
 import os
+import re
 import secrets
 import socket
 import statistics
@@ -39,6 +42,10 @@ while engine.has_unfinished_requests():
 NOTEBOOKS = {
     "view.ipynb": [TRACE + "from course_lib.lab import TraceView\nview = TraceView(engine.trace)\nview"],
     "lab.ipynb": ["from course_lib.lab import lab\nthe_lab = lab(running=63)\nthe_lab"],
+    "speed.ipynb": [  # 64 requests, 200 steps
+        "from course_lib.lab import scheduler_lab\nscheduler_lab.OUTPUT = 200\nthe_lab = scheduler_lab.lab(running=63)\nthe_lab",
+        "len(the_lab.lab.trace.requests), len(the_lab.lab.trace.steps)",
+    ],
     "live.ipynb": [
         "from course_lib.lab import live\n"
         "from course_lib import Engine, EngineConfig, SamplingParams\n"
@@ -48,7 +55,37 @@ NOTEBOOKS = {
         "outputs = live(engine, {'first': [1] * 30, 'second': [2] * 60}, SamplingParams(max_tokens=150))",
         "{name: (output.finish_reason, len(output.token_ids)) for name, output in outputs.items()}",
     ],
+    "model.ipynb": [
+        "from course_lib.lab import live\n"
+        "from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams\n"
+        "import time\n"
+        "engine = Engine(ModelRunner('tiny'), EngineConfig(num_blocks=400), on_step=lambda output: time.sleep(0.03))\n"
+        "outputs = live(engine, {'Ana': 'Tell me a story.', 'Ben': 'And another.'}, SamplingParams(max_tokens=1000, ignore_eos=True))",
+        "engine.check_invariants()\n"
+        "again = engine.generate(['Tell me a story.'], SamplingParams(max_tokens=5, ignore_eos=True))[0]\n"
+        "{output.finish_reason for output in outputs.values()}, again.token_ids == outputs['Ana'].token_ids[:5]",
+    ],
 }
+
+# Two cells, as in every notebook of the course: a picture that stays, and the widget.
+SAVED = [
+    "from course_lib.lab import alt_text, lab, show, timeline\n"
+    "the_lab = lab(running=15)\n"
+    "show(timeline(the_lab.lab.trace), alt_text(the_lab.lab.trace))",
+    "the_lab",
+]
+
+
+@functools.cache
+def saved_notebook():
+    """A notebook with the lab that was run and saved the way the course's are: outputs, but no state of widgets."""
+    nbclient = pytest.importorskip("nbclient")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in SAVED])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    nbclient.NotebookClient(notebook, store_widget_state=False, record_timing=False, timeout=120).execute(env=env)
+    assert "widgets" not in notebook.metadata
+    return notebook
 
 
 def free_port():
@@ -75,6 +112,7 @@ def server(tmp_path_factory):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
         notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(notebook, notebooks / name)
+    nbformat.write(saved_notebook(), notebooks / "saved.ipynb")
     port, token = free_port(), secrets.token_hex(8)
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
@@ -306,8 +344,8 @@ def test_presets_comparing_and_errors_in_the_lab(opened):
 DRAG = """async ([values, pause]) => {
   const input = [...document.querySelectorAll('.lmv-control input')].find((e) => e.getAttribute('aria-label') === 'chunk size');
   const picture = document.querySelector('.lmv-picture'), times = [];
-  let changed = 0;
-  const observer = new MutationObserver(() => { changed = performance.now(); });
+  let changed = 0, wake;
+  const observer = new MutationObserver(() => { changed = performance.now(); wake?.(); });
   observer.observe(picture, { childList: true });
   const last = async () => {
     let before = -1;
@@ -318,8 +356,11 @@ DRAG = """async ([values, pause]) => {
     changed = 0;
     input.value = value;
     input.dispatchEvent(new Event('input'));
-    if (!pause) { while (!changed && performance.now() - start < 5000) await new Promise((r) => setTimeout(r, 1)); times.push(changed - start);
-      for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame); }
+    if (!pause) {
+      await new Promise((r) => { wake = r; setTimeout(r, 5000); });
+      times.push(changed ? changed - start : 5000);
+      for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame);
+    }
     else await new Promise((r) => setTimeout(r, pause));
   }
   const end = performance.now();
@@ -330,9 +371,12 @@ DRAG = """async ([values, pause]) => {
 
 
 def test_the_lab_is_quick(opened, capsys):
-    page = opened("lab.ipynb").run()
+    """What was measured is printed. The limits are several times what is promised, for machines that are busy."""
+    page = opened("speed.ipynb").run()
     page.wait_for_selector(".lmv-picture svg path.lm-prefill")
-    moves = sorted(page.evaluate(DRAG, [[3, 4, 5, 6] * 6, 0]))
+    assert page.locator(".jp-OutputArea-output pre").last.inner_text() == "(64, 200)"
+    page.evaluate(DRAG, [[3, 4, 5, 6], 0])  # the first ones are slower: nothing is in any cache yet
+    moves = sorted(page.evaluate(DRAG, [[3, 4, 5, 6] * 9, 0]))
     lag = page.evaluate(DRAG, [[2, 3, 4, 5, 6] * 4, 50])[0]
     works, frames = page.evaluate(SCRUB)
     page.get_by_role("button", name="the stall").press("Enter")
@@ -343,13 +387,35 @@ def test_the_lab_is_quick(opened, capsys):
     page.get_by_role("button", name="chunks", exact=True).press("Enter")
     page.wait_for_selector(".lmv-picture text:has-text('A: chunk size whole prompt')")
     both = time.perf_counter() - start
+    move, scrub = statistics.median(moves), statistics.median(works)
     with capsys.disabled():
         print(
-            f"\nlab: slider move to new picture {statistics.median(moves):.0f} ms (median of {len(moves)}, p95 {moves[-2]:.0f}); "
-            f"lag after a drag of 20 moves at 50 ms {lag:.0f} ms; scrub {statistics.median(works):.1f} ms (p95 {works[-3]:.1f}), "
-            f"to the frame {statistics.median(frames):.0f} ms; pin and second run at the seed's scale {both * 1e3:.0f} ms"
+            f"\nlab, 200 steps of 64 requests: slider move to new picture {move:.0f} ms (median of {len(moves)}, p95 "
+            f"{moves[-2]:.0f}, least {moves[0]:.0f}; promised 50); lag after a drag of 20 moves at 50 ms {lag:.0f} ms (150); "
+            f"scrub {scrub:.1f} ms, p95 {works[-3]:.1f} (16), to the frame {statistics.median(frames):.0f} ms; pinning and the "
+            f"second run of 128 streams and a prompt of 8192 {both * 1e3:.0f} ms (500)"
         )
-    assert statistics.median(moves) < 400 and lag < 1000 and statistics.median(works) < 40 and both < 4
+    assert moves[0] < 5 * 50, "the least: what other programs take of the machine isn't the lab's"
+    assert lag < 6 * 150 and scrub < 3 * 16 and both < 6 * 0.5
+
+
+def test_a_saved_notebook_shows_the_picture_before_anything_is_run(opened):
+    page = opened("saved.ipynb").page
+    image = page.locator(".jp-OutputArea-output img")
+    image.wait_for()
+    assert image.get_attribute("alt").startswith("Timeline of 16 requests over ")
+    assert image.evaluate("image => image.complete && image.naturalWidth") == 960
+    assert page.evaluate(f"{CELLS}[0].model.executionCount") == 1, "from the file: no kernel ran it"
+    assert "LabView(16 requests, " in page.locator(".jp-OutputArea-output").last.inner_text(), "a line in place of the widget"
+
+
+def test_a_page_made_of_a_saved_notebook_shows_the_picture():
+    nbconvert = pytest.importorskip("nbconvert")
+    html, _ = nbconvert.HTMLExporter().from_notebook_node(saved_notebook())
+    (image,) = [tag for tag in re.findall("<img [^>]*>", html) if 'alt="Timeline of 16 requests over ' in tag]
+    svg = base64.b64decode(re.search('src="data:image/svg[+]xml;base64,([^"]+)"', image).group(1)).decode()
+    assert svg.startswith("<svg ") and 'class="lm-prefill' in svg and 'class="lm-tick' in svg
+    assert "LabView(16 requests, " in html, "a line in place of the widget"
 
 
 def test_a_live_run_streams_and_a_request_is_cancelled_while_it_runs(opened):
@@ -369,3 +435,21 @@ def test_a_live_run_streams_and_a_request_is_cancelled_while_it_runs(opened):
     result = page.locator(".jp-OutputArea-output pre").last.inner_text()
     assert "'second': ('length', 150)" in result and "'first': ('cancelled', " in result
     assert cancel.is_disabled()
+
+
+def test_the_interrupt_button_ends_a_live_run_of_a_model_and_leaves_the_engine_usable(opened):
+    pytest.importorskip("transformers")
+    page = opened("model.ipynb").run(wait=False)
+    page.get_by_role("button", name="Cancel Ana").wait_for(timeout=60_000)
+    text = page.locator(".lmv-request:has-text('Ana') p")
+    seen = set()
+    for _ in range(8):
+        seen.add(text.inner_text())
+        page.wait_for_timeout(150)
+    assert len(seen) > 3, "text streams"
+    assert page.evaluate(f"{CELLS}[0].model.executionCount") is None
+    page.get_by_role("button", name="Interrupt the kernel").first.click()
+    page.wait_for_function(f"{CELLS}.every((cell) => cell.model.executionCount)", timeout=60_000)
+    assert page.locator(".jp-OutputArea-output pre").last.inner_text() == "({'cancelled'}, True)"
+    page.wait_for_selector(".lmv-request:has-text('Ana'):has-text('cancelled')")
+    assert page.get_by_role("button", name="Cancel Ben").is_disabled()

@@ -2,14 +2,26 @@
 
 import itertools
 import re
+import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from test_timeline import SVG, Recorder, crowd, empty, everything, no_time, stall, text_boxes, texts
 
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.lab import (
-    block_map, block_map_alt, block_map_text, budget, budget_alt, budget_text, compare, compare_alt, timeline,
+    block_map,
+    block_map_alt,
+    block_map_text,
+    budget,
+    budget_alt,
+    budget_text,
+    compare,
+    compare_alt,
+    timeline,
 )  # fmt: skip
 from course_lib.lab.block_map import read_pool
 from course_lib.lab.svg import OWNERS, STYLE, hatch
@@ -17,8 +29,10 @@ from course_lib.runners import FakeRunner
 from course_lib.slots import blocks_needed
 from course_lib.trace import Trace
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def run(num_requests=10, num_blocks=32, block_size=8, cancel_at=None, **settings):
+
+def run(num_requests=10, num_blocks=32, block_size=8, **settings):
     """A real engine's trace: prompts with a common beginning, in a pool that is too small for all."""
     config = EngineConfig(block_size=block_size, num_blocks=num_blocks, max_num_batched_tokens=64, max_num_seqs=8,
                           max_prefill_chunk_size=24, **settings)  # fmt: skip
@@ -284,3 +298,58 @@ def test_the_picture_of_a_simulated_run_is_that_of_a_real_one(pressure):
     again = Trace.from_json(trace.to_json())
     for draw in (timeline, budget, lambda t: block_map(t, 7), lambda t: compare(t, t)):
         assert draw(trace) == draw(again)
+
+
+# ---- the same in every Python ---------------------------------------------------------------------
+
+PICTURES = """
+import hashlib, sys
+assert not [name for name in sys.modules if name.startswith(("torch", "numpy"))]
+from course_lib import EngineConfig
+from course_lib.lab import alt_text, block_map, budget, compare, timeline, timeline_text
+from course_lib.lab.scheduler_lab import PRESETS, Lab, Settings
+from course_lib.workloads import mix, simulate
+config = EngineConfig(num_blocks=900, max_num_seqs=32, max_num_batched_tokens=1024, max_prefill_chunk_size=512)
+traces = [simulate(config, mix(8, 80, seed=1), chip="a100"), Settings(running=16).run(), Settings(running=16, chunk=None).run()]
+pictures = [draw(trace) for trace in traces for draw in (timeline, budget, block_map, alt_text, timeline_text)]
+pictures += [timeline(trace, by="step") for trace in traces] + [compare(*traces[1:])]
+lab = Lab()
+for key, *_ in PRESETS:
+    answer = lab.handle({"kind": "preset", "key": key})
+    pictures += [answer["svg"], str(answer["readouts"])]
+for picture in pictures:
+    print(hashlib.sha256(picture.encode()).hexdigest())
+"""
+
+
+def hashes(python, hash_seed):
+    env = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([python, "-c", PICTURES], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def find_python(version):
+    """An interpreter of that version: on the PATH, or one of pyenv's."""
+    candidates = [shutil.which(f"python{version}"), *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+    ask = "import sys; print('{}.{}'.format(*sys.version_info))"
+    for python in filter(None, candidates):
+        answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+        if answer.stdout.strip() == version:
+            return python
+    return None
+
+
+@pytest.fixture(scope="module")
+def expected_hashes():
+    found = hashes(sys.executable, "1")
+    assert len(found) == len(set(found)) > 30
+    return found
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_same_configuration_gives_the_same_pictures_to_the_byte_in_python(version, expected_hashes):
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"no Python {version} on the PATH or in ~/.pyenv/versions")
+    assert hashes(python, "2") == expected_hashes

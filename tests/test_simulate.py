@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from course_lib.__main__ import main
 from course_lib.trace import Trace
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["simulate", "--running", "4", "--prompt", "600", "--chunk", "whole", "100"]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:47.99,396,9\n2023-11-16 18:15:48,879,5\n"
 MOONCAKE = "".join(
@@ -38,9 +40,9 @@ def ms(text):
 
 
 def test_the_default_is_the_courses_scale_and_shows_the_trade_off_within_a_second(capsys):
-    begin = time.perf_counter()
+    begin = time.process_time()  # of this program alone
     code, out, _ = run(capsys, "simulate")
-    assert time.perf_counter() - begin < 1.0 and code == 0
+    assert time.process_time() - begin < 1.0 and code == 0
     assert "llama3-8b on h100: 128 streams, then a prompt of 8,192 tokens" in out
     table = rows(out)
     whole, chunked = table["whole"], table["chunks of 1024"]
@@ -54,6 +56,24 @@ def test_the_command_needs_no_torch():
     code = "import sys; from course_lib.__main__ import main; main(['simulate']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    ("command", "codes"),
+    [(["simulate"], [141]), (["simulate", "--help"], [0, 141]), (["simulate", "--chunk", "x"], [2])],
+)
+def test_a_reader_that_has_seen_enough_gets_no_traceback(command, codes, buffered):
+    """As `… | head -1` does: the pipe is closed while there is more to write."""
+    process = subprocess.Popen(
+        [sys.executable, *([] if buffered else ["-u"]), "-m", "course_lib", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+    )  # fmt: skip
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) in codes
+    assert "BrokenPipe" not in errors and "Broken pipe" not in errors and "Traceback" not in errors
 
 
 def test_the_contrast_adds_prefill_before_decode(capsys):

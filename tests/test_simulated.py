@@ -15,7 +15,7 @@ import pytest
 from helpers import Watch, is_idle, limit, make_engine, prompt, run_to_end, step
 
 from course_lib import Engine, EngineConfig, SamplingParams
-from course_lib.batch import build_batch
+from course_lib.batch import build_batch, count_batch
 from course_lib.calibrate import FittedCost, calibrate, fit, observations, relative_errors
 from course_lib.contrast import PrefillFirstScheduler
 from course_lib.cost_model import RooflineCost, StepWork, pairs_of, step_cost, work_of
@@ -244,6 +244,26 @@ def test_a_pool_larger_than_the_chips_memory_is_refused():
     ):
         simulated_engine(num_blocks=26_675)
     simulated_engine(num_blocks=26_674)
+
+
+def test_a_batch_that_is_only_counted_has_the_lengths_and_rows_of_a_whole_one():
+    seen = []
+
+    def compare(output):
+        whole, counted = build_batch(output), count_batch(output)
+        for name in ("context_lens", "query_start_loc", "sample_rows", "sequences", "sampled", "block_size"):
+            assert getattr(counted, name) == getattr(whole, name), name
+        seen.append((len(counted.sequences), len(counted.sampled)))
+
+    config = EngineConfig(num_blocks=80, max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk_size=24)
+    engine = Engine(SimulatedRunner(), config, on_step=compare)
+    for number in range(12):
+        engine.add_request([number] * (10 + 25 * (number % 4)), SamplingParams(max_tokens=9))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert any(sampled < scheduled for scheduled, sampled in seen) and max(seen)[0] == 8
+    empty = SchedulerOutput(0, 16)
+    assert count_batch(empty) == build_batch(empty)
 
 
 def test_a_step_of_the_simulator_is_cheap():

@@ -118,7 +118,7 @@ def error_of(case, device, seed=0):
     try:
         slot_mapping = torch.tensor(batch.slot_mapping, device=device)
         kernels.store_kv(key, value, ours.k[0], ours.v[0], slot_mapping)
-        work = plan.Plan(batch, case.heads, kv_heads, case.dtype, torch.device(device))
+        work = plan.make_plan(batch, case.heads, kv_heads, case.dtype, torch.device(device))
         if case.splits is not None:
             work.num_splits = case.splits
         output = kernels.paged_attention(query, ours.k[0], ours.v[0], work, head_dim**-0.5)
@@ -223,7 +223,7 @@ def test_large_scores_do_not_overflow(device):
     scores = (query[0, 0].double() @ key[:, 0].double().T) * 0.25
     wanted = torch.softmax(scores, dim=0) @ value[:, 0].double()
     for splits in (1, 2):
-        work = plan.Plan(batch, 1, 1, torch.float32, torch.device(device))
+        work = plan.make_plan(batch, 1, 1, torch.float32, torch.device(device))
         work.num_splits = splits
         output = kernels.paged_attention(query.to(device), key.to(device), value.to(device), work, 0.25)
         assert (output.cpu()[0, 0] - wanted).abs().max() < 1e-4
@@ -243,6 +243,15 @@ def test_thousands_of_tokens(device):
     check(Case([(1025, 1025)], heads=2, kv_heads=1, block_size=1), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_with_the_slot_minus_one_is_stored_nowhere(device):
+    key = torch.ones(3, 2, 16, device=device)
+    memory = torch.zeros(2, 8, 2, 16, device=device)
+    caches = memory[:, 4:]  # what lies before them is written if -1 is taken for a slot
+    kernels.store_kv(key, 2 * key, *caches, torch.tensor([-1, 2, -1], device=device))
+    assert memory.sum(dim=(-1, -2)).tolist() == [[0, 0, 0, 0, 0, 0, 32, 0], [0, 0, 0, 0, 0, 0, 64, 0]]
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_cache_of_more_than_two_billion_numbers(device):
     if torch.cuda.mem_get_info()[0] < 12e9:
@@ -252,7 +261,7 @@ def test_a_cache_of_more_than_two_billion_numbers(device):
     key, query = torch.randn(64, 1, 64, device=device).bfloat16(), torch.randn(1, 1, 64, device=device).bfloat16()
     kernels.store_kv(key, key, cache, cache, slots)
     batch = Batch([], [], [], [list(range(len(cache) // 16 - 4, len(cache) // 16))], [64], [0, 1], [], [], [], 16)
-    output = kernels.paged_attention(query, cache, cache, plan.Plan(batch, 1, 1, query.dtype, query.device), 0.125)
+    output = kernels.paged_attention(query, cache, cache, plan.make_plan(batch, 1, 1, query.dtype, query.device), 0.125)
     weights = torch.softmax(query[0].double() @ key[:, 0].double().T * 0.125, dim=-1)
     assert (output[0].double() - weights @ key[:, 0].double()).abs().max() < BOUNDS[torch.bfloat16]
 
@@ -265,7 +274,7 @@ def test_the_host_never_waits_for_the_gpu(device):
     batch = Batch([], [], [], [[0] * 38], [600], [0, 1], [], [], [], 16)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        work = plan.Plan(batch, 2, 1, torch.float32, query.device)
+        work = plan.make_plan(batch, 2, 1, torch.float32, query.device)
         assert work.num_splits == 2
         kernels.store_kv(query[:, :1], query[:, :1], cache, cache, slots)
         kernels.paged_attention(query, cache, cache, work, 0.25)
@@ -325,7 +334,7 @@ def test_contexts_are_split_until_the_gpu_is_full_or_the_parts_are_small(program
 )
 def test_tiles_are_as_high_as_the_longest_chunk_needs(heads, kv_heads, longest, dtype, rows):
     batch = batch_of([(600, longest), (10, 1)])
-    assert plan.Plan(batch, heads, kv_heads, dtype, torch.device("cpu")).block_m == rows
+    assert plan.make_plan(batch, heads, kv_heads, dtype, torch.device("cpu")).block_m == rows
 
 
 # --- the backend ---
@@ -386,7 +395,7 @@ def test_a_context_longer_than_a_sliding_window_is_refused(name):
     batch = batch_of([(40, 1)])
     batch.slot_mapping = [39]
     cache = KVCache(1, 3, 16, 1, 16, torch.float32, torch.device("cpu"))
-    paged = PagedContext(batch, cache, attention.BACKENDS[name])
+    paged = PagedContext(batch, cache, attention.BACKENDS[name], num_heads=1)
     row = torch.ones(1, 1, 1, 16)
     with pytest.raises(NotImplementedError, match=r"window of 39 tokens.* context of 40 tokens"):
         attention.paged_attention_forward(Layer, row, row, row, None, paged=paged, sliding_window=39)

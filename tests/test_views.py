@@ -2,8 +2,11 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,9 +15,11 @@ from test_pictures import run
 from test_timeline import empty, everything, not_started, stall
 
 from course_lib import Engine, EngineConfig, SamplingParams
+from course_lib.lab import live
 from course_lib.lab.block_map import read_pool
 from course_lib.lab.frame import frame
 from course_lib.lab.live_run import LiveRun
+from course_lib.metrics import of_requests
 from course_lib.runners import FakeRunner
 
 scheduler_lab = pytest.importorskip("course_lib.lab.scheduler_lab")
@@ -114,6 +119,7 @@ sys.path.insert(0, "tests")
 from test_timeline import stall
 from test_pictures import run
 from course_lib.lab import TraceView, lab
+from course_lib.lab.view import LiveView
 view = TraceView(run()[0])
 slider = next(part for part in view.children if type(part).__name__ == "IntSlider")
 before = view.children[-1].value
@@ -123,11 +129,25 @@ panel = lab()
 before = panel._picture.value
 panel._controls["chunk"].value = 9  # whole prompts
 assert panel._picture.value != before
-print(repr(view)); print(repr(panel))
+from test_views import live_run
+run = live_run()
+watch = LiveView(run)
+run.step()
+watch._rows["a"][1].click()
+while not run.is_over():
+    run.step()
+    watch.show_frame(run.frame())
+assert [output.finish_reason for output in run.outputs.values()] == ["cancelled", "length"], run.outputs
+assert "(cancelled)" in watch._rows["a"][0].value and "5 tokens" in watch._rows["b"][0].value
+assert all(button.disabled for _, button in watch._rows.values())
+panel._controls["num_blocks"].value = 0  # 64 blocks, a prompt of 8192
+assert "max_model_len is 1024" in panel._numbers.value
+print(repr(view)); print(repr(panel)); print(repr(watch))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("TraceView(10 requests, ") and "LabView(65 requests, " in done.stdout
+    assert done.stdout.startswith("TraceView(10 requests, ")
+    assert "LabView(65 requests, " in done.stdout and "LiveView(2 requests, " in done.stdout
 
 
 def test_the_script_needs_nothing_from_elsewhere():
@@ -164,7 +184,7 @@ def test_the_code_of_any_settings_makes_the_same_trace():
 
 def test_each_preset_shows_its_idea():
     traces = {key: scheduler_lab.Settings(**changes).run() for key, _, _, changes in scheduler_lab.PRESETS}
-    numbers = {key: scheduler_lab.of_requests(trace) for key, trace in traces.items()}
+    numbers = {key: of_requests(trace) for key, trace in traces.items()}
 
     def gap(key):
         return max(request.stall for name, request in numbers[key].items() if name.startswith("chat"))
@@ -174,16 +194,16 @@ def test_each_preset_shows_its_idea():
 
     def ttft_of_newcomers(changes):
         trace = scheduler_lab.Settings(**changes).run()
-        times = [r.ttft for name, r in scheduler_lab.of_requests(trace).items() if name.startswith("new")]
+        times = [r.ttft for name, r in of_requests(trace).items() if name.startswith("new")]
         return sum(times) / len(times)
 
     presets = {key: changes for key, _, _, changes in scheduler_lab.PRESETS}
     assert gap("stall") > 5 * gap("chunks") and gap("stall") > 1.5 * gap("too_big") > 4 * gap("chunks")
     assert ttft("too_small") > 3 * ttft("chunks") and gap("too_small") < gap("chunks") / 3
     uncapped = scheduler_lab.Settings(**presets["decode_cap"] | {"decode_share": 1.0}).run()
-    assert ttft("decode_cap") < scheduler_lab.of_requests(uncapped)["long"].ttft
+    assert ttft("decode_cap") < of_requests(uncapped)["long"].ttft
     patient = scheduler_lab.Settings(**presets["starvation"] | {"policy": "prefilling_first"}).run()
-    assert ttft("starvation") > 1.8 * scheduler_lab.of_requests(patient)["long"].ttft
+    assert ttft("starvation") > 1.8 * of_requests(patient)["long"].ttft
     assert any(step.preempted for step in traces["pressure"].steps)
     assert traces["prefix"].requests["long"].prefix_hit_tokens == 6144
     assert ttft_of_newcomers(presets["fair"]) < 0.5 * ttft_of_newcomers(presets["fair"] | {"policy": "prefilling_first"})
@@ -207,6 +227,18 @@ def test_pinning_compares_and_every_answer_is_a_new_one():
     answers.append(lab.handle({"kind": "action", "key": "pin"}))
     assert len(answers[-1]["panels"]) == 1
     assert len({answer["seq"] for answer in answers}) == len(answers)
+
+
+def test_an_answer_of_the_lab_is_quick(monkeypatch):
+    """Simulation, numbers and picture of 64 requests in 200 steps. (In the browser, with all that is around it: test_lab_browser.py.)"""
+    monkeypatch.setattr(scheduler_lab, "OUTPUT", 200)
+    lab, times = scheduler_lab.Lab(running=63), []
+    for chunk in (256, 512, 1024, 2048) * 2:
+        begin = time.process_time()  # of this program alone
+        lab.handle({"kind": "set", "values": asdict(lab.settings) | {"chunk": chunk}})
+        times.append(time.process_time() - begin)
+        assert len(lab.trace.requests) == 64 and len(lab.trace.steps) >= 200
+    assert min(times) < 0.105  # 0.035 were measured
 
 
 def test_exports_are_the_trace_and_its_pictures():
@@ -265,3 +297,87 @@ def test_bad_arguments_of_live_are_named():
         LiveRun(Engine(FakeRunner()), "a text", None, None)
     with pytest.raises(TypeError, match="engine must be an Engine"):
         LiveRun(None, [[1]], None, None)
+
+
+def watched(monkeypatch, on_step=None, **how):
+    """live() on a FakeRunner, in a plain Python: the engine, and the list of frames shown."""
+    view = pytest.importorskip("course_lib.lab.view")
+    monkeypatch.setattr("IPython.display.display", lambda *shown: None)
+    monkeypatch.setattr("course_lib.lab.live_run.LEAST_PAUSE", 0.0)
+    monkeypatch.setattr("course_lib.lab.live_run.SHARE", 0)
+    frames = []
+    show_frame = view.LiveView.show_frame
+    monkeypatch.setattr(view.LiveView, "show_frame", lambda self, data: (frames.append(data), show_frame(self, data)))
+    engine = Engine(FakeRunner(), EngineConfig(num_blocks=64), on_step=on_step)
+    return engine, frames, lambda: live(engine, {"a": [1] * 20, "b": [2] * 30}, SamplingParams(max_tokens=50), **how)
+
+
+def test_a_live_run_shows_frames_while_it_runs_and_the_last_one_at_the_end(monkeypatch):
+    engine, frames, run = watched(monkeypatch)
+    outputs = run()
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        "a": FakeRunner().solo([1] * 20, 50), "b": FakeRunner().solo([2] * 30, 50),
+    }  # fmt: skip
+    assert len(frames) > 3
+    assert [text["text"] for text in frames[-1]["texts"]] == ["50 tokens", "50 tokens"]
+    assert len(frames[-1]["panels"][0]["left"]) == len(engine.trace.steps)
+
+
+def test_an_interrupt_ends_a_live_run_between_two_steps_and_the_engine_goes_on(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    engine, frames, run = watched(monkeypatch, lambda output: output.step == 9 and signal.raise_signal(signal.SIGINT))
+    outputs = run()
+    assert {(output.finish_reason, len(output.token_ids)) for output in outputs.values()} == {("cancelled", 10)}
+    assert not any(text["can_cancel"] for text in frames[-1]["texts"])
+    assert signal.getsignal(signal.SIGINT) is before
+    engine.check_invariants()
+    (output,) = engine.generate([[3] * 12], SamplingParams(max_tokens=4))
+    assert output.token_ids == FakeRunner().solo([3] * 12, 4)
+
+
+def test_a_second_interrupt_is_not_held_back(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    clicks = [1]
+
+    def twice(output):
+        if output.step == 5 and clicks.pop():
+            clicks.append(0)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    engine, frames, run = watched(monkeypatch, twice)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert signal.getsignal(signal.SIGINT) is before and len(frames[-1]["panels"][0]["left"]) == 5
+    while engine.has_unfinished_requests():  # the step that was interrupted is done again
+        engine.step()
+    engine.check_invariants()
+    assert {request.finish_reason for request in engine.trace.requests.values()} == {"length"}
+
+
+def test_a_live_run_works_outside_the_main_thread(monkeypatch):
+    _, frames, run = watched(monkeypatch)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert [text["state"] for text in frames[-1]["texts"]] == ["length", "length"]
+
+
+def test_the_view_of_a_live_run_passes_a_click_on_and_says_so():
+    pytest.importorskip("anywidget")
+    from course_lib.lab.view import LiveView
+
+    run = live_run()
+    view, sent = LiveView(run), []
+    view.send = sent.append
+    run.step()
+    view.on_message({"kind": "cancel", "request": "a", "run": run.number - 1})
+    view.on_message({"kind": "cancel", "request": "nobody", "run": run.number})
+    assert sent == []
+    view.on_message({"kind": "cancel", "request": "b", "run": run.number})
+    assert sent == [{"kind": "cancelled", "request": "b"}]
+    while not run.is_over():
+        run.step()
+    view.show_frame(run.frame())
+    assert repr(view).startswith("LiveView(2 requests, ")
+    assert {name: output.finish_reason for name, output in run.outputs.items()} == {"a": "length", "b": "cancelled"}

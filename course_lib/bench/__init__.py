@@ -4,6 +4,7 @@
     throughput   SmolLM2 on this CPU: ours, transformers in three ways, vLLM's CPU build
     latency      one decode step of one request, beside reading the weights once
     chunks       the demo's longest gap and throughput against the chunk size
+    --url        the demo's workload on an OpenAI-compatible server, instead of the parts above
 
 Contenders of one table run in turns, within one call, so that they meet the same machine.
 """
@@ -15,6 +16,10 @@ PARTS = ("overhead", "latency", "throughput", "chunks")
 
 def main(args) -> int:
     """Run the parts that were asked for (none named: all of them); returns the exit code."""
+    if args.url:
+        from .endpoint import main as run
+
+        return run(args)
     for part in args.parts or PARTS:
         if part == "overhead":
             from .overhead import main as run

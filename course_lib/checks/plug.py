@@ -17,6 +17,8 @@ from collections.abc import Iterator
 PARTS: dict[str, str] = {
     "build_batch": "course_lib.engine:build_batch",
     "run_prefill_chunk": "course_lib.runners.model:ModelRunner.run_prefill_chunk",
+    "TextStream": "course_lib.engine:TextStream",
+    "sample": "course_lib.runners.model:sample",
 }
 
 

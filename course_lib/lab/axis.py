@@ -42,6 +42,7 @@ class Axis:
         self.has_gaps = by == "step" and typical > 4
         self.join = 1 if by == "step" else 2 * typical + 3
         self._stamps: dict[int, list[str]] = {}
+        self._rests: dict[tuple[Run, int], str] = {}
         self._breaks: dict[int, list[int]] = {}
 
     def _at(self, units: float) -> int:
@@ -74,7 +75,9 @@ class Axis:
         first, last = run
         if height not in self._stamps:
             self._stamps[height] = self._make_stamps(height)
-        rest = "".join(self._stamps[height][first + 1 : last + 1])
+        if (run, height) not in self._rests:  # many requests have the same runs
+            self._rests[run, height] = "".join(self._stamps[height][first + 1 : last + 1])
+        rest = self._rests[run, height]
         if self.has_ticks:
             return f"M{self.ends[first] - 1} {top}v{height}{rest}"
         return box(*self.marks[first], top, height) + rest

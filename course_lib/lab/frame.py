@@ -29,12 +29,12 @@ from .timeline import Drawing, describe_two, draw
 
 
 def frame(*traces: Trace, titles: tuple[str, ...] = ("A", "B"), by: str = "time", width: int = 960,
-          labels: dict[str, str] | None = None, room: int | None = None) -> dict:  # fmt: skip
+          labels: dict[str, str] | None = None, room: int | None = None, stories: list[Story] | None = None) -> dict:  # fmt: skip
     """The frame of one trace, or of two to be compared; arguments as of `timeline` and `compare`.
 
-    room: pixels for the rows of a run, however many there are.
+    room: pixels for the rows of a run, however many there are. stories: the traces, where they were read already.
     """
-    stories = [read(trace, labels) for trace in traces]
+    stories = [read(trace, labels) for trace in traces] if stories is None else stories
     names = list(titles) if len(traces) > 1 else [""]
     alt = describe(stories[0]) if len(traces) == 1 else describe_two(stories, names)
     drawing = draw(stories, names, by=by, width=width, desc=alt, room=room)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from ..config import SamplingParams, check_int
 from ..engine import Engine, RequestOutput
 from .frame import frame
+from .story import plural
 
 LEAST_PAUSE = 0.05  # seconds between two frames
 SHARE = 5  # a frame that took t seconds to make is followed by a pause of at least SHARE × t
@@ -82,7 +83,7 @@ class LiveRun:
         texts = []
         for name in self._requests:
             output = self.outputs.get(name)
-            text = "" if output is None else output.text or f"{len(output.token_ids)} tokens"
+            text = "" if output is None else output.text.lstrip() or plural(len(output.token_ids), "token")
             state = self._states[name]
             is_live = not (output is not None and output.finished) and state != "not yet here"
             texts.append({"id": name, "text": text, "state": state, "can_cancel": is_live})

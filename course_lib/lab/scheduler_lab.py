@@ -15,12 +15,12 @@ from functools import cached_property
 from ..config import POLICY_NAMES, EngineConfig
 from ..cost_model import StepWork, step_cost
 from ..hardware import CHIPS, MODELS, find_chip, find_model
-from ..metrics import of_requests, percentile
+from ..metrics import percentile
 from ..trace import Trace
 from ..workloads import Piece, Request, simulate
 from .budget import budget
 from .frame import frame
-from .story import seconds
+from .story import Story, read, seconds
 from .timeline import compare, timeline
 
 CONTEXT, OUTPUT = 1, 80  # tokens of each stream: so short a prompt that all decode from the second step on, and answer
@@ -182,10 +182,8 @@ class Lab:
     """The lab without a screen: settings in, frames out. `handle` takes what view.js sends."""
 
     def __init__(self, **settings) -> None:
-        self.settings = Settings(**settings)
-        self.trace = self.settings.run()
-        self.preset = ""
-        self.pinned: tuple[Settings, Trace] | None = None
+        self._show(Settings(**settings))
+        self.pinned: tuple[Settings, Trace, Story] | None = None
         self._answers = 0
 
     def handle(self, message: dict) -> dict:
@@ -197,7 +195,7 @@ class Lab:
             changes = next(changes for key, *_, changes in PRESETS if key == message["key"])
             return self.change(asdict(Settings()) | changes, preset=message["key"])
         if kind == "action" and message["key"] == "pin":
-            self.pinned = None if self.pinned else (self.settings, self.trace)
+            self.pinned = None if self.pinned else (self.settings, self.trace, self._story)
             return self.frame()
         if kind == "action":
             return self.export(message["key"])
@@ -206,12 +204,14 @@ class Lab:
     def change(self, values: dict, preset: str = "") -> dict:
         """New settings; ones that can't be run leave the picture as it is, and say why."""
         try:
-            settings = Settings(**values)
-            trace = settings.run()
+            self._show(Settings(**values), preset)
         except (TypeError, ValueError) as error:
             return self._answer({"error": str(error), "values": values, "preset": preset, "pinned": self.pinned is not None})
-        self.settings, self.trace, self.preset = settings, trace, preset
         return self.frame()
+
+    def _show(self, settings: Settings, preset: str = "") -> None:
+        trace = settings.run()
+        self.settings, self.trace, self.preset, self._story = settings, trace, preset, read(trace)
 
     def setup(self) -> dict:
         """What view.js needs once: the controls, the presets and the buttons."""
@@ -233,9 +233,10 @@ class Lab:
 
     def frame(self) -> dict:
         """What view.js shows of these settings."""
-        runs = [*([self.pinned] if self.pinned else []), (self.settings, self.trace)]
+        runs = [*([self.pinned] if self.pinned else []), (self.settings, self.trace, self._story)]
+        _, traces, stories = zip(*runs, strict=True)
         return self._answer(
-            frame(*(trace for _, trace in runs), titles=self._titles(runs), room=ROWS // len(runs))
+            frame(*traces, titles=self._titles(runs), room=ROWS // len(runs), stories=stories)
             | {"values": asdict(self.settings), "preset": self.preset, "pinned": self.pinned is not None, "newest": True,
                "readouts": self._readouts(runs)}
         )  # fmt: skip
@@ -256,7 +257,7 @@ class Lab:
     def _picture(self) -> str:
         if self.pinned is None:
             return timeline(self.trace)
-        titles = self._titles([self.pinned, (self.settings, self.trace)])
+        titles = self._titles([self.pinned, (self.settings, self.trace, self._story)])
         return compare(self.pinned[1], self.trace, titles=titles)
 
     def _answer(self, data: dict) -> dict:
@@ -267,7 +268,7 @@ class Lab:
         """A and B, each with the settings in which they differ."""
         if len(runs) == 1:
             return ("",)
-        a, b = (asdict(settings) for settings, _ in runs)
+        a, b = (asdict(settings) for settings, *_ in runs)
         different = [(key, label, values) for key, label, values, _ in CONTROLS if a[key] != b[key]]
 
         def words(name: str, settings: dict) -> str:
@@ -278,26 +279,28 @@ class Lab:
 
     def _readouts(self, runs) -> dict:
         """The numbers of each run, a row each."""
-        measured = [measures(trace) for _, trace in runs]
+        measured = [measures(trace, story) for _, trace, story in runs]
         names = ["A", "B"] if len(runs) == 2 else ["this run"]
         rows = [[name, *numbers.values()] for name, numbers in zip(names, measured, strict=True)]
         return {"columns": ["", *measured[0]], "rows": rows}
 
 
-def measures(trace: Trace) -> dict[str, str]:
+def measures(trace: Trace, story: Story) -> dict[str, str]:
     """What the lab is about, in words: the stall of the streams, and what the long prompt pays for less of it.
 
     Stall and ITL (inter-token latency) are of all but the long prompt; newcomers' TTFT is their mean.
     """
-    requests = of_requests(trace)
-    others = [request for name, request in requests.items() if name != "long"]
-    gaps = [gap for request in others for gap in request.itl]
+    ends = [step.end for step in trace.steps]
+    counts = story.gaps([life for life in story.lives if life.label != "long"])
+    gaps: list[float] = []
+    for gap, count in sorted((ends[after] - ends[before], count) for (before, after), count in counts):
+        gaps += [gap] * count
     duration = trace.steps[-1].end - min(request.arrival_time for request in trace.requests.values())
     output = sum(len(step.tokens) for step in trace.steps)
-    long = requests["long"].ttft
-    late = [request.ttft for name, request in requests.items() if name.startswith("new") and request.ttft is not None]
+    long = next(life.ttft for life in story.lives if life.label == "long")
+    late = [life.ttft for life in story.lives if life.label.startswith("new") and life.ttft is not None]
     return {
-        "longest stall": seconds(max(gaps)) if gaps else "–",
+        "longest stall": seconds(gaps[-1]) if gaps else "–",
         "P99 ITL": seconds(percentile(gaps, 99)) if gaps else "–",
         "TTFT of long": seconds(long) if long is not None else "–",
         "TTFT of newcomers": seconds(sum(late) / len(late)) if late else "–",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
-from operator import itemgetter
 
 from ..trace import Trace
 
@@ -64,6 +64,7 @@ class Story:
     long_prompt: int  # a prompt of more tokens than this stands out
     stalled: Life | None  # the request with the longest gap
     _slow: dict[float, list[int]] = field(default_factory=dict)
+    _longest: dict[Run, float] = field(default_factory=dict)
 
     @property
     def reasons(self) -> list[str]:
@@ -78,6 +79,26 @@ class Story:
     def gap(self, before: int, after: int) -> float:
         """Seconds between the tokens of two steps."""
         return round(self.ends[after] - self.ends[before], 9)
+
+    def gaps(self, lives: list[Life]) -> list[tuple[Run, int]]:
+        """The gaps between two tokens of these requests: the places of the two, and in how many requests.
+
+        Counted step by step instead of one by one.
+        """
+        change = [0] * (len(self.steps) + 1)  # in how many requests' runs does a step lie?
+        counts: list[tuple[Run, int]] = []
+        for life in lives:
+            counts += [(pair, 1) for pair in life.breaks]
+            for first, last in life.tokens:
+                change[first + 1] += 1
+                change[last + 1] -= 1
+        return counts + [((place - 1, place), count) for place, count in enumerate(accumulate(change[:-1])) if count]
+
+    def longest_step(self, run: Run) -> float:
+        """The longest time between two neighbours in a run of tokens. (Many requests have the same runs.)"""
+        if run not in self._longest:
+            self._longest[run] = max(self.steps[run[0] + 1 : run[1] + 1], default=0.0)
+        return self._longest[run]
 
     def long_gaps(self, life: Life, least: float) -> list[Run]:
         """The places of the two tokens around each gap of at least `least` seconds, in order."""
@@ -140,16 +161,18 @@ def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
 
     def follow(now, open_runs: dict[str, int], place: int, kind: str) -> None:
         """Begin and end the runs of those that changed."""
+        if open_runs.keys() == now:
+            return
         for name in open_runs.keys() - now:
             getattr(lives[name], kind).append((open_runs.pop(name), place - 1))
         for name in now - open_runs.keys():
             open_runs[name] = place
 
     for place, step in enumerate(trace.steps):
-        prefills = [chunk for chunk in step.chunks if chunk[3] != "decode"]  # few, while decodes may be hundreds
+        decodes = {chunk[0] for chunk in step.chunks if chunk[3] == "decode"}
+        prefills = [chunk for chunk in step.chunks if chunk[3] != "decode"] if len(decodes) < len(step.chunks) else []
         for name, start, num_tokens, _, _ in prefills:
             lives[name].prefills.append((place, start, start + num_tokens - 1))
-        decodes = set(map(itemgetter(0), step.chunks)).difference([chunk[0] for chunk in prefills])
         follow(decodes, decoding, place, "decodes")
         follow(step.tokens.keys(), emitting, place, "tokens")
         for name in step.preempted:
@@ -163,24 +186,12 @@ def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
 def _longest_gap(story: Story, life: Life) -> float:
     """The longest time between two tokens in a row; 0 when there are fewer than two."""
     longest = max((story.gap(*pair) for pair in life.breaks), default=0.0)
-    for first, last in life.tokens:
-        longest = max([longest, *story.steps[first + 1 : last + 1]])
-    return longest
+    return max([longest, *(story.longest_step(run) for run in life.tokens)])
 
 
 def _typical_gap(story: Story) -> float:
-    """The median of all gaps, counted step by step instead of one by one."""
-    change = [0] * (len(story.steps) + 1)  # in how many requests' runs does a step lie?
-    counts: list[tuple[float, int]] = []
-    for life in story.lives:
-        counts += [(story.gap(*pair), 1) for pair in life.breaks]
-        for first, last in life.tokens:
-            change[first + 1] += 1
-            change[last + 1] -= 1
-    inside = 0
-    for gap, delta in zip(story.steps, change, strict=False):
-        inside += delta
-        counts.append((gap, inside))
+    """The median of all gaps."""
+    counts = [(story.gap(*pair), count) for pair, count in story.gaps(story.lives)]
     half = sum(count for _, count in counts) // 2
     for gap, count in sorted(counts):
         half -= count

@@ -10,19 +10,22 @@ const CSS = `
 .lmv{font:13px/1.4 system-ui,sans-serif;color:#333;color:light-dark(#333,#ddd);background:#fff;background:light-dark(#fff,#111);
   max-width:1200px;padding:4px 0}
 .lmv *{box-sizing:border-box}
-.lmv-bar,.lmv-controls,.lmv-actions,.lmv-presets{display:flex;flex-wrap:wrap;gap:5px 8px;align-items:center;margin:5px 8px}
-.lmv-controls{display:grid;grid-template-columns:repeat(auto-fill,minmax(185px,1fr));gap:2px 18px}
+.lmv-bar,.lmv-controls,.lmv-actions,.lmv-presets{display:flex;flex-wrap:wrap;gap:4px;align-items:center;margin:4px 8px}
+.lmv-presets,.lmv-controls,.lmv-actions{font-size:12px}
+.lmv-controls{display:grid;grid-template-columns:repeat(auto-fill,minmax(180px,1fr));gap:1px 16px}
 .lmv-control{display:grid;grid-template-columns:1fr auto;column-gap:6px;align-items:center;min-width:0}
-.lmv-control input,.lmv-control select{grid-column:1/3;width:100%;margin:0;min-height:22px}
+.lmv-control input{grid-column:1/3;width:100%;margin:0;height:18px}
+.lmv-choice{grid-template-columns:auto 1fr}
+.lmv-control select{min-width:0}
 .lmv-control output{font-variant-numeric:tabular-nums;font-weight:600}
 .lmv button,.lmv select,.lmv textarea{font:inherit;color:inherit;background:#f4f4f4;background:light-dark(#f4f4f4,#262626);
-  border:1px solid #767676;border-radius:4px;padding:1px 7px;min-height:26px}
+  border:1px solid #767676;border-radius:4px;padding:0 5px;min-height:24px}
 .lmv button:hover:enabled{background:#e4e4e4;background:light-dark(#e4e4e4,#3a3a3a)}
 .lmv button:disabled{opacity:.55}
 .lmv button[aria-pressed=true]{border-color:#0072b2;border-color:light-dark(#0072b2,#3d9bd6);border-width:2px;font-weight:600}
 .lmv input[type=range]{accent-color:#0072b2;accent-color:light-dark(#0072b2,#3d9bd6)}
 .lmv :focus-visible{outline:3px solid #0072b2;outline:3px solid light-dark(#0072b2,#7cc4f2);outline-offset:1px}
-.lmv-step{flex:1 1 220px;min-width:120px}
+.lmv-step{flex:1 1 180px;min-width:100px}
 .lmv-picture{cursor:crosshair;max-width:100%;overflow-x:auto}
 .lmv-sheet{position:relative;min-width:620px}
 .lmv-picture svg{display:block;width:100%;height:auto}
@@ -34,10 +37,11 @@ const CSS = `
 .lmv-status{font-variant-numeric:tabular-nums}
 .lmv-note{color:#9c3f77;color:light-dark(#9c3f77,#e39ac4);font-weight:600}
 .lmv-hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
-.lmv table{border-collapse:collapse;margin:6px 8px;font-variant-numeric:tabular-nums;font-size:13px}
-.lmv th,.lmv td{padding:1px 22px 1px 0;text-align:right;font-weight:400;background:none;border:0;color:inherit}
+.lmv table{border-collapse:collapse;margin:3px 8px;font-variant-numeric:tabular-nums;font-size:13px}
+.lmv th,.lmv td{padding:0 22px 0 0;text-align:right;font-weight:400;background:none;border:0;color:inherit}
 .lmv th,.lmv td{white-space:nowrap}
 .lmv th:first-child{text-align:left}
+.lmv-readouts{overflow-x:auto}
 .lmv td{font-weight:600}
 .lmv textarea{width:calc(100% - 16px);margin:6px 8px;height:13em;font:12px/1.4 ui-monospace,monospace}
 .lmv-request{display:grid;grid-template-columns:9em 1fr auto;gap:10px;align-items:start;margin:4px 8px;
@@ -175,12 +179,13 @@ class View {
     make(root, "style", { text: CSS });
     this.form = make(root, "div");
     this.note = make(root, "div", { class: "lmv-note lmv-bar", role: "alert" });
-    this.readouts = make(root, "div");
+    this.readouts = make(root, "div", { class: "lmv-readouts" });
     this.makeBar(root);
     this.picture = make(root, "div", { class: "lmv-picture", tabindex: "0", role: "application", "aria-roledescription": "timeline" });
+    this.texts = make(root, "div");
     this.story = make(root, "div", { class: "lmv-story" });
     this.map = make(root, "div", { class: "lmv-map" });
-    this.texts = make(root, "div");
+    this.exports = make(root, "div");
     this.extra = make(root, "div");
     this.live = make(root, "div", { class: "lmv-hidden", role: "status", "aria-live": "polite" });
     this.picture.addEventListener("pointermove", (event) => this.hover(event));
@@ -478,10 +483,10 @@ class View {
     }
     const grid = make(this.form, "div", { class: "lmv-controls", role: "group", "aria-label": "Settings" });
     for (const { key, label, values, help } of frame.controls) {
-      const box = make(grid, "label", { class: "lmv-control", title: help });
-      make(box, "span", { text: label });
-      const output = make(box, "output");
       const isRange = values.length > 1 && values.every(([value]) => typeof value === "number" || value === null);
+      const box = make(grid, "label", { class: isRange ? "lmv-control" : "lmv-control lmv-choice", title: help });
+      make(box, "span", { text: label });
+      const output = isRange ? make(box, "output") : null;
       const input = isRange ? make(box, "input", { type: "range", min: 0, max: values.length - 1, step: 1 }) : make(box, "select");
       if (!isRange) values.forEach(([, words], index) => make(input, "option", { value: index, text: words }));
       input.setAttribute("aria-label", label);
@@ -493,9 +498,9 @@ class View {
       this.controls.set(key, { input, output, values, isRange });
     }
     if (frame.actions) {
-      const row = make(this.form, "div", { class: "lmv-actions", role: "group", "aria-label": "Compare and export" });
+      const row = make(this.exports, "div", { class: "lmv-actions", role: "group", "aria-label": "Export" });
       for (const { key, label, help } of frame.actions) {
-        const button = make(row, "button", { type: "button", text: label, title: help });
+        const button = make(key === "pin" ? this.bar : row, "button", { type: "button", text: label, title: help });
         button.addEventListener("click", () => this.ask({ kind: "action", key }));
         this.controls.set(`action ${key}`, { button });
       }

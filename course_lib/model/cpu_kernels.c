@@ -139,6 +139,7 @@ void store_kv(const float *key, const float *value, float *key_cache, float *val
               int64_t rows, int64_t width, int64_t stride)
 {
     for (int64_t r = 0; r < rows; r++) {
+        if (slots[r] < 0) continue; /* a row that only fills up a batch */
         memcpy(key_cache + slots[r] * width, key + r * stride, width * sizeof(float));
         memcpy(value_cache + slots[r] * width, value + r * stride, width * sizeof(float));
     }

@@ -122,7 +122,7 @@ class Work:
 def ours(work: Work, num_splits: int | None = None, max_rows: int = plan.MAX_ROWS):
     usual, plan.MAX_ROWS = plan.MAX_ROWS, max_rows
     try:
-        programs = plan.Plan(work.batch, work.heads, work.kv_heads, work.query.dtype, work.query.device)
+        programs = plan.make_plan(work.batch, work.heads, work.kv_heads, work.query.dtype, work.query.device)
     finally:
         plan.MAX_ROWS = usual
     programs.num_splits = num_splits or programs.num_splits

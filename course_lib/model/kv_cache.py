@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import torch
+
+from ..validation import check_number
+
+MEMORY_FRACTION = 0.9  # of the free memory, for a pool that is sized by it; vLLM's default for a whole GPU
+MAX_CPU_POOL = 4 * 2**30  # bytes: a laptop has other work to do
 
 
 def total_memory(device: torch.device) -> int | None:
@@ -15,6 +22,33 @@ def total_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a pool could take now; None where the system doesn't say."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # else what torch keeps for later would count as taken
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        return int(available[1]) * 1024
+    except (OSError, TypeError):  # not Linux
+        return total_memory(device)
+
+
+def blocks_that_fit(bytes_per_block: int, free: int, step_bytes: int = 0, memory_fraction: float = MEMORY_FRACTION) -> int:
+    """Blocks in `memory_fraction` of the free memory, when a step takes step_bytes of it for a moment (all in bytes).
+
+    Raises ValueError when not even one fits.
+    """
+    check_number("memory_fraction", memory_fraction, "above 0 and at most 1", lambda x: 0 < x <= 1)
+    blocks = int((memory_fraction * free - step_bytes) // bytes_per_block)
+    if blocks < 1:
+        raise ValueError(
+            f"num_blocks=None: no block of {bytes_per_block / 1e6:.1f} MB fits: {free / 1e9:.2f} GB are free, "
+            f"memory_fraction is {memory_fraction}, and a step takes up to {step_bytes / 1e9:.2f} GB"
+        )
+    return blocks
 
 
 class KVCache:

@@ -21,7 +21,8 @@ class Runner(Protocol):
     """Computes batches. One runner serves one engine at a time.
 
     A runner with KV memory of its own also has `init_kv_cache(num_blocks, block_size)`, which the
-    engine calls once, when it is made.
+    engine calls once, when it is made. One that knows how much of it there is also has
+    `blocks_that_fit(config) -> int`: the size of the pool for EngineConfig(num_blocks=None).
     """
 
     vocab_size: int

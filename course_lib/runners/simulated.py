@@ -7,6 +7,7 @@ a cost model says of the batch, so an hour of traffic on a data-centre GPU is re
 from __future__ import annotations
 
 from ..batch import Batch, Sample
+from ..config import EngineConfig
 from ..cost_model import RooflineCost, StepWork, pairs_of
 from ..hardware import Chip, ModelShape, find_chip, find_model, num_blocks_for
 
@@ -20,6 +21,7 @@ class SimulatedRunner:
     """
 
     tokenizer = None
+    reads_tokens = False  # how many tokens there are is all that counts
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, model: ModelShape | str = "llama3-8b", chip: Chip | str = "h100", cost=None) -> None:
@@ -29,6 +31,10 @@ class SimulatedRunner:
         self.num_calls = 0
         self._time = 0.0
         self._samples = [Sample(token_id) for token_id in range(min(256, self.vocab_size))]  # made once, emitted often
+
+    def blocks_that_fit(self, config: EngineConfig) -> int:
+        """Blocks that the chip has memory for beside the weights: the pool for EngineConfig(num_blocks=None)."""
+        return num_blocks_for(self.model, self.chip, config.block_size)
 
     def init_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """The engine's pool. Raises ValueError when the chip hasn't the memory for it."""

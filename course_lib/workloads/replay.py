@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from functools import lru_cache
 
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine, RequestOutput
@@ -34,11 +35,12 @@ def replay(
     """
     check_int("max_steps", 1 if max_steps is None else max_steps, 1)
     runner, start, steps = engine.runner, engine.runner.now(), 0
+    final_only = on_outputs is None and max_steps is None  # nobody looks at the others
     pending = sorted(requests, key=lambda request: request.arrival_time)[::-1]  # the next one last
     while pending or engine.has_unfinished_requests():
         now = runner.now()
         while pending and start + pending[-1].arrival_time <= now:
-            _add(engine, pending.pop(), start)
+            _add(engine, pending.pop(), start, final_only)
         if engine.has_unfinished_requests():
             outputs = engine.step()
             steps += 1
@@ -51,18 +53,23 @@ def replay(
     return engine.trace
 
 
-def _add(engine: Engine, request: Request, start: float) -> None:
+def _add(engine: Engine, request: Request, start: float, final_only: bool) -> None:
     name = engine.trace.unique_name(request.request_id)
     try:
         engine.add_request(
             request.prompt_for(engine.runner.vocab_size),
-            SamplingParams(max_tokens=request.max_tokens, ignore_eos=True),
+            _params(request.max_tokens, final_only),
             request_id=request.request_id, priority=request.priority, cache_salt=request.cache_salt,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise type(error)(f"request {request.request_id!r}: {error}") from None
     if name in engine.trace.requests:
         engine.trace.requests[name].arrival_time = start + request.arrival_time
+
+
+@lru_cache
+def _params(max_tokens: int, final_only: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, final_only=final_only)
 
 
 def _wait(runner, until: float) -> None:
@@ -73,11 +80,6 @@ def _wait(runner, until: float) -> None:
     time.sleep(max(0.0, until - before))
     if runner.now() <= before < until:
         raise RuntimeError(f"{type(runner).__name__}'s clock stands still while it waits: it needs advance_to(seconds)")
-
-
-def _no_slots(block_table, start_pos, num_tokens, block_size) -> tuple:
-    """In place of `slot_mapping`: the simulator stores nothing, so nobody needs to know where."""
-    return ()
 
 
 def simulate(
@@ -91,7 +93,7 @@ def simulate(
     max_steps: int | None = None,
 ) -> Trace:
     """Serve a workload on a simulated chip; the same arguments give the same trace. See SimulatedRunner and `replay`."""
-    engine = Engine(SimulatedRunner(model, chip, cost), config, scheduler=scheduler, slot_mapping=_no_slots)
+    engine = Engine(SimulatedRunner(model, chip, cost), config, scheduler=scheduler)
     with _garbage_collection_paused():
         return replay(engine, requests, max_steps=max_steps)
 

@@ -9,20 +9,13 @@
 # - check that it doesn't change a single token of anybody's answer.
 #
 # **Time** 25 minutes · **You need** PyTorch, and to have called `generate()` once · **Adds to the engine** nothing yet.
-# Today you use the whole engine, and see what it is for. From lesson 01 on you build it, room by room (those lessons
-# come next; the numbers say where each room is built):
-#
-# ```text
-# course_lib/     a request passes through from top to bottom
-#   sequence      one request: its tokens, its counters, its state          06
-#   slots         where in memory a token's keys and values belong          03
-#   block_manager memory in blocks: who holds which                  02 and 09
-#   scheduler     who gets which tokens computed in the next step    05 and 08
-#   batch         the step as one flat row of tokens                        07
-#   model         a real model over paged memory                     04 and 07
-#   engine        requests in, text out, step by step                       10
-#   lab           what you look at                                          11
-# ```
+# Today you use the whole engine, and see what it is for. From lesson 01 on you build it, room by room. A request
+# passes through the rooms below from left to right; the number is the lesson that builds the room.
+
+# %% name="house"
+from course_lib.lab import house
+
+house()
 
 # %% [markdown]
 # ## Before you begin
@@ -105,36 +98,30 @@ show_steps(whole.trace, arrival - 2, arrival + 2)
 #
 # ## Operating systems had this problem
 #
-# A processor with one long job and a few short ones: if the long job runs to its end, whoever types meanwhile sees no
-# letter appear. The answer, since the 1960s, is the **time slice**: let the long job work for a moment, look who else
-# has something to do, go on. Here is that idea, without any language model:
+# A processor with one long job, and somebody who types meanwhile: if the long job runs to its end, no letter appears.
+# The answer, since the 1960s, is the **time slice**: let the long job work for a moment, look who else has something
+# to do, go on. It isn't free. Each change from one job to another has a price of its own. Here are 2,048 ticks of
+# work, with a price of 8 ticks for every slice:
 
 # %% name="time-slices"
-def longest_wait(long_job: int, time_slice: int) -> int:
-    """A long job and a typist's one-tick jobs take turns; the ticks that a key press waits at worst."""
-    waited, worst = 0, 0
-    while long_job:
-        piece = min(time_slice, long_job)
-        long_job -= piece
-        waited += piece  # the typist waits while the piece runs ...
-        worst, waited = max(worst, waited), 0  # ... and then gets her tick
-    return worst
-
-
-for time_slice in (2048, 1024, 256, 64):
-    print(f"slices of {time_slice:4}: a key press waits {longest_wait(2048, time_slice):4} ticks at most")
+PRICE = 8
+print("slice   a key press waits at most   the long job is done after")
+for time_slice in (2048, 512, 128, 32, 8):
+    slices = 2048 // time_slice
+    print(f"{time_slice:5}{time_slice + PRICE:20} ticks{2048 + slices * (PRICE + 1):23} ticks")  # + 1: the typist's turn
 
 # %% [markdown]
 # The same cut can be made in a prompt. The KV cache can be filled bit by bit: a second piece of the prompt attends to
 # the keys and values that the first piece left there. So the scheduler may take **256 tokens of the document**, give
 # every chat its token in the same step, take the next 256, and so on. These pieces are called *chunks*.
 #
-# > **Predict, then run.** The document has 2,048 tokens, and a chunk is 256. Until its prefill is done:
-# > how many steps will it take, and how many tokens will Ana get meanwhile?
+# > **Predict, then run.** The document has 2,048 tokens, and a chunk is 256. First: how long is Ana's longest wait
+# > now? Second: the document's own first token took as long as the wall above. In eight pieces, with four chats in
+# > between, how long will it take? Give a factor: 2 means twice as long as before.
 
 # %% name="guess-chunks"
-my_guess_steps = 1  # write yours
-my_guess_tokens_for_ana = 1  # write yours
+my_guess_seconds_now = 0.2  # Ana's longest wait, in seconds: write yours
+my_guess_factor = 2.0  # the document's time to first token, chunked against whole: write yours
 
 # %% name="run-chunked" tags=["nbval-ignore-output"]
 chunked = demo.run(runner, workload, max_prefill_chunk_size=256, on_outputs=demo.Watch("Ana"))
@@ -153,9 +140,23 @@ show(
 #
 # One setting differs between the two halves, `max_prefill_chunk_size`. Above, one wall that everybody stands behind.
 # Below, the same work in slices, and the chats go on between them. Slower than before, yes: each of their steps
-# now carries 256 tokens of somebody else's prompt. But they go on.
+# now carries 256 tokens of somebody else's prompt. But they go on. Now your guesses:
+
+# %% name="guesses" tags=["nbval-ignore-output"]
+before, after = whole.measures(), chunked.measures()
+factor = after["document's time to first token, s"] / before["document's time to first token, s"]
+print(f"Ana's longest wait: {after['longest gap in a stream, s']:.2f} s. You said {my_guess_seconds_now} s.")
+print(f"The document's first token took {factor:.2f} times as long. You said {my_guess_factor} times.")
+print(f"The chats' median token took {before['median inter-token latency, s']:.3f} s, whole, and {after['median inter-token latency, s']:.3f} s, chunked.")
+assert 0.3 < factor < 3
+
+# %% [markdown]
+# Two surprises, perhaps. The document loses little or nothing: the same 2,048 tokens are computed, and the chats'
+# four tokens ride along in each of its steps for almost nothing. And the median hides everything: half of the chats'
+# tokens come at times when nobody sends a document. Whoever reports a mean or a median doesn't see the stall. Look at
+# the longest gap, or at a high percentile of enough tokens.
 #
-# Now your second guess:
+# In steps, which don't depend on your machine:
 
 # %% name="steps-chunked"
 arrival = chunked.trace.requests["document"].arrival_step
@@ -164,7 +165,6 @@ show_steps(chunked.trace, arrival - 1, arrival + 8)
 prefill_steps = [step for step in chunked.trace.steps if any(c.request == "document" and c.kind == "prefill" for c in step.chunks)]
 tokens_for_ana = sum("Ana" in step.tokens for step in prefill_steps)
 print(f"\nThe document's prefill took {len(prefill_steps)} steps; Ana got {tokens_for_ana} tokens meanwhile.")
-print(f"You said {my_guess_steps} and {my_guess_tokens_for_ana}.")
 
 # %% [markdown]
 # ## What the document lived through
@@ -224,8 +224,27 @@ for chunk_size in (None, 4096, 1024, 256):
 
 # %% [markdown]
 # Smaller chunks, smaller steps, steadier chats. Then why not chunks of 16? Because every step has a price of its
-# own: the model's weights are read from memory once per step, however few tokens it holds. With chunks of 16, a
-# prompt of 8,192 tokens pays that price 512 times. Lesson 11 lets you turn that knob, lesson 12 measures it.
+# own, like a time slice: the model's weights are read from memory once per step, however few tokens it holds.
+#
+# > **Predict, then run.** The demo again, in chunks of 16. Chunks of 256 made Ana wait a sixth or so of the whole
+# > prompt's time. What will chunks of 16 do to her longest wait, and what to the time until everybody is served?
+
+# %% name="guess-small"
+my_guess_gap_factor = 1.0  # Ana's longest wait, chunks of 16 against chunks of 256: write yours
+my_guess_time_factor = 1.0  # the total time, chunks of 16 against chunks of 256: write yours
+
+# %% name="run-small" tags=["nbval-ignore-output"]
+small = demo.run(runner, workload, max_prefill_chunk_size=16)
+print(demo.table([chunked], [small]))
+ratio = {name: small.measures()[name] / chunked.measures()[name] for name in ("longest gap in a stream, s", "total time, s")}
+print(f"\nAna's longest wait: {ratio['longest gap in a stream, s']:.2f} times. You said {my_guess_gap_factor}.")
+print(f"The total time: {ratio['total time, s']:.2f} times. You said {my_guess_time_factor}.")
+assert small.token_ids == chunked.token_ids
+assert ratio["longest gap in a stream, s"] < 1, "something else kept the machine busy: run both again"
+
+# %% [markdown]
+# The steadiest chats of all, and the longest wait for the document. Chunk size is a trade, not a setting with a right
+# value. Lesson 11 lets you turn that knob, lesson 12 measures it.
 #
 # ## The rule
 #
@@ -237,11 +256,10 @@ for chunk_size in (None, 4096, 1024, 256):
 # You can read the whole engine, and you will. Here is the place where the size of a chunk is decided:
 
 # %% name="source"
-import inspect
-
+from course_lib.lab import source
 from course_lib.scheduler import Scheduler
 
-print(inspect.getsource(Scheduler._chunk_size))
+source(Scheduler._chunk_size, mark="return min(")
 
 # %% [markdown]
 # `remaining` is what is left of the prompt, `limit` the chunk size, `tokens` what is left of the step's token budget
@@ -262,8 +280,34 @@ print(inspect.getsource(Scheduler._chunk_size))
 #
 # 1. The four chats' tokens were equal in both runs. Name two things in the engine that, done wrong, would have
 #    changed them.
-# 2. Who pays for the smoother streams? Look at the document's time to first token in the table, and at the chats'
+#
+#    <details><summary>Answer</summary>
+#
+#    For instance the position numbers of the chunk's tokens (they must go on where the last chunk ended), the memory
+#    slots that their keys and values are written to, which keys each token may attend to, and from which row of the
+#    step's result a chat's next token is taken. Lessons 03, 04 and 07 break each of them on purpose.
+#
+#    </details>
+#
+# 2. Who pays for the smoother streams? Look at the document's time to first token in both tables, and at the chats'
 #    tokens right after the document arrived.
+#
+#    <details><summary>Answer</summary>
+#
+#    The chats pay a little in every step that carries a chunk: those steps are longer than a decode step alone. The
+#    document pays when the chunks are so small that the price of a step counts: with chunks of 16 its first token
+#    comes later. With chunks of 256 it pays next to nothing here.
+#
+#    </details>
+#
 # 3. Five people send a long document in the same second. What should the scheduler do, and whom does your answer hurt?
 #
-# **Lesson 01** will start at the beginning: a `generate()` of your own, first without a KV cache, then with one.
+#    <details><summary>Answer</summary>
+#
+#    One after the other: the first document's answer begins early, the last one waits for all others. All at once, a
+#    slice of each: all five begin late, and all five hold memory meanwhile. Neither is best for everybody; lesson 08
+#    takes the first way and says why, and lesson 11 lets you try others.
+#
+#    </details>
+#
+# **Lesson 01** starts at the beginning: a `generate()` of your own, first without a KV cache, then with one.

@@ -9,21 +9,23 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 from typing import NamedTuple
 
 import torch
 
 from ...batch import Batch
 from ..kv_cache import KVCache
+from ..transfer import to_device
 from . import cpu_paged
+from .plan import Plan, cut, flat
 from .reference import attend as reference
 from .torch_paged import attend as torch_paged
 
 
 def attend_with_triton(query: torch.Tensor, layer: int, paged: PagedContext, scaling: float) -> torch.Tensor:
     """query [T, heads, head_dim] -> output [T, heads, head_dim], by our own GPU kernels."""
-    with torch.cuda.device_of(query):
-        return triton_kernels().attend(query, layer, paged, scaling)
+    return paged.kernels.attend(query, layer, paged, scaling)
 
 
 def triton_kernels():
@@ -76,33 +78,25 @@ class Decodes(NamedTuple):
     context_lens: torch.Tensor
 
 
-class PagedContext:
-    """What attention needs to know of a batch of T tokens and S sequences; made once a step, for all layers.
+class PagedAttention:
+    """What the layers of a model call: each stores its K/V of the step, then attends to all cached K/V.
 
-    slot_mapping     [T]  slots that the step's K/V is written to
-    query_start_loc  S + 1 row numbers (plain ints)
-    context_lens     S lengths (plain ints)
-    plans            what triton_paged.py keeps from the first layer to the last
+    slot_mapping     [T] int64: slots that the step's K/V is written to
+    max_context_len  no sequence has more tokens
+    plan             what the Triton kernels have to do; None for other backends
     """
 
-    def __init__(self, batch: Batch, kv_cache: KVCache, backend) -> None:
-        self.batch = batch
-        self.kv_cache = kv_cache
-        self._backend = backend
-        self.query_start_loc = batch.query_start_loc
-        self.context_lens = batch.context_lens
-        self.plans: dict = {}
-        self._device = kv_cache.k.device
-        self.slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self._device)
-        self._tables: dict[int, torch.Tensor] = {}
-        self._slots: dict[int, torch.Tensor] = {}
-        self._masks: dict[int, torch.Tensor | None] = {}
+    def __init__(
+        self, kv_cache: KVCache, backend, slot_mapping: torch.Tensor, max_context_len: int, plan: Plan | None = None
+    ) -> None:
+        self.kv_cache, self._backend, self.slot_mapping = kv_cache, backend, slot_mapping
+        self.max_context_len, self.plan = max_context_len, plan
+        self.kernels = triton_kernels() if backend is attend_with_triton else None
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write this step's key and value [T, kv_heads, head_dim] of one layer into their slots."""
-        if self._backend is attend_with_triton:
-            with torch.cuda.device_of(key):  # the GPU on which Triton starts its kernels
-                triton_kernels().store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
+        if self.kernels is not None:
+            self.kernels.store_kv(key, value, self.kv_cache.k[layer], self.kv_cache.v[layer], self.slot_mapping)
         else:
             self.kv_cache.store(layer, key, value, self.slot_mapping)
 
@@ -110,11 +104,45 @@ class PagedContext:
         """Attention of query [T, heads, head_dim] over all cached K/V of its sequences; the same shape."""
         return self._backend(query, layer, self, scaling)
 
+
+class PagedContext(PagedAttention):
+    """All that a forward needs to know of a batch of T tokens, S sequences and R rows to sample; made once a step.
+
+    token_ids, positions, slot_mapping  [T] int64, and
+    sample_rows      [R] int64: on the device, where the step's numbers arrive in one copy
+    query_start_loc  S + 1 row numbers (plain ints)
+    context_lens     S lengths (plain ints)
+
+    num_heads: query heads of the model; only the plan of triton_paged depends on it.
+    """
+
+    def __init__(self, batch: Batch, kv_cache: KVCache, backend, num_heads: int = 0) -> None:
+        self.batch, self._device = batch, kv_cache.k.device
+        self.query_start_loc, self.context_lens = batch.query_start_loc, batch.context_lens
+        lists = {
+            "token_ids": batch.token_ids, "positions": batch.positions, "slot_mapping": batch.slot_mapping,
+            "sample_rows": batch.sample_rows, "block_tables": flat(batch.block_tables),
+        }  # fmt: skip
+        work = None
+        if backend is attend_with_triton:
+            work = cut(batch, num_heads, kv_cache.k.shape[2], kv_cache.k.dtype, self._device)
+            lists["tiles"] = flat(work.tiles)
+        numbers = to_device(lists, self._device)
+        self.token_ids, self.positions, self.sample_rows = (numbers[n] for n in ("token_ids", "positions", "sample_rows"))
+        self._block_tables = numbers["block_tables"]
+        plan = None if work is None else work.plan(numbers["tiles"], self._block_tables, batch.block_size)
+        super().__init__(kv_cache, backend, numbers["slot_mapping"], max(batch.context_lens), plan)
+        self._slots: dict[int, torch.Tensor] = {}
+        self._masks: dict[int, torch.Tensor | None] = {}
+
+    @functools.cached_property
+    def _table_starts(self) -> list[int]:
+        """Where the block table of each sequence begins, and where the last one ends."""
+        return list(itertools.accumulate(map(len, self.batch.block_tables), initial=0))
+
     def block_table(self, s: int) -> torch.Tensor:
         """The blocks of sequence s: [number of blocks], int64."""
-        if s not in self._tables:
-            self._tables[s] = torch.tensor(self.batch.block_tables[s], dtype=torch.int64, device=self._device)
-        return self._tables[s]
+        return self._block_tables[self._table_starts[s] : self._table_starts[s + 1]]
 
     def context_slots(self, s: int) -> torch.Tensor:
         """Where the K/V of sequence s lies, position by position: [context_len]."""
@@ -153,24 +181,25 @@ class PagedContext:
         ones = sorted(set(range(len(lens))) - set(self.chunks), key=lambda s: -lens[s])
         width = max((len(self.batch.block_tables[s]) for s in ones), default=0)
         tables = [self.batch.block_tables[s] + [0] * (width - len(self.batch.block_tables[s])) for s in ones]
-        as_tensor = functools.partial(torch.tensor, dtype=torch.int64, device=self._device)
-        return Decodes(len(ones), as_tensor([starts[s] for s in ones]), as_tensor(tables), as_tensor([lens[s] for s in ones]))
+        lists = {"rows": [starts[s] for s in ones], "tables": flat(tables), "context_lens": [lens[s] for s in ones]}
+        numbers = to_device(lists, self._device)
+        return Decodes(len(ones), numbers["rows"], numbers["tables"].view(len(ones), width), numbers["context_lens"])
 
 
 def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, paged=None, **kwargs):
     """What transformers calls in every layer: store this step's K/V, then attend to all cached K/V.
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] of the flat row;
-    returns ([1, T, heads, head_dim], None). `paged` is the PagedContext given to the model's forward.
+    returns ([1, T, heads, head_dim], None). `paged` is the PagedAttention given to the model's forward.
     """
     for unsupported in ("softcap", "s_aux"):
         if kwargs.get(unsupported) is not None:
             raise NotImplementedError(f"this model's attention uses {unsupported}, which the paged backends don't know")
     window = kwargs.get("sliding_window")
-    if window is not None and max(paged.context_lens) > window:  # a shorter context lies within it
+    if window is not None and paged.max_context_len > window:  # a shorter context lies within it
         raise NotImplementedError(
             f"this model's attention has a sliding window of {window} tokens, which the paged backends don't know: "
-            f"a context of {max(paged.context_lens)} tokens is too long for them"
+            f"a context of {paged.max_context_len} tokens is too long for them"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -179,8 +208,11 @@ def paged_attention_forward(module, query, key, value, attention_mask, scaling=N
 
 
 def register() -> None:
-    """Make `paged_attention_forward` known to transformers, with a mask function that makes none."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make `paged_attention_forward` known to transformers, without a mask function.
+
+    For an attention without one, transformers makes no mask. A function that returns None would not do: before it calls
+    one, transformers looks into the positions, and on a GPU the host waits for that.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)

@@ -30,7 +30,8 @@ def store_kv_kernel(
 ):  # fmt: skip
     """Cached K/V: one program copies K and V of one token, a tile [HEADS_TILE, D] each, to the token's slot.
 
-    key, value [T, kv_heads, head_dim], any strides but the last; caches [slots, kv_heads, head_dim]; slot_mapping [T].
+    key, value [T, kv_heads, head_dim], any strides but the last; caches [slots, kv_heads, head_dim]; slot_mapping [T],
+    where -1 means: nowhere (a row that only fills up a batch).
     """
     token = tl.program_id(0).to(tl.int64)  # 64 bits: token × stride may pass 2**31
     head, d = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, D)[None, :]
@@ -38,9 +39,10 @@ def store_kv_kernel(
     k = tl.load(key + token * key_token_stride + head * key_head_stride + d, mask=is_in)
     v = tl.load(value + token * value_token_stride + head * value_head_stride + d, mask=is_in)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    target = (slot * KV_HEADS + head) * HEAD_DIM + d
-    tl.store(key_cache + target, k, mask=is_in)
-    tl.store(value_cache + target, v, mask=is_in)
+    if slot >= 0:
+        target = (slot * KV_HEADS + head) * HEAD_DIM + d
+        tl.store(key_cache + target, k, mask=is_in)
+        tl.store(value_cache + target, v, mask=is_in)
 
 
 # What one program of attention_kernel computes, for a model in which two query heads share a K/V head:
@@ -74,7 +76,8 @@ def attention_kernel(
     # 1. What it is for: num_queries tokens of one sequence, from row first_row of the batch and position first_pos on.
     pid, split = tl.program_id(0), tl.program_id(1)
     tile, kv_head = tiles + pid // KV_HEADS * 4, pid % KV_HEADS
-    first_row, num_queries, first_pos = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    first_row, num_queries = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
+    first_pos = tl.load(tile + 2).to(tl.int32)
     block_table = block_tables + tl.load(tile + 3)
 
     # 2. Its queries, [BLOCK_M, D]. Rows beyond the tokens are loaded as 0 and never stored.
@@ -195,9 +198,6 @@ def paged_attention(query, key_cache, value_cache, plan: Plan, scaling: float) -
 
 
 def attend(query: torch.Tensor, layer: int, paged, scaling: float) -> torch.Tensor:
-    """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedContext."""
+    """query [T, heads, head_dim] -> output [T, heads, head_dim]. `paged`: the step's PagedAttention, with a plan."""
     keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
-    heads, kv_heads = query.shape[1], keys.shape[1]
-    if (heads, kv_heads) not in paged.plans:
-        paged.plans[heads, kv_heads] = Plan(paged.batch, heads, kv_heads, query.dtype, query.device)
-    return paged_attention(query, keys, values, paged.plans[heads, kv_heads], scaling)
+    return paged_attention(query, keys, values, paged.plan, scaling)
