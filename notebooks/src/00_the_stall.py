@@ -128,8 +128,11 @@ chunked = demo.run(runner, workload, max_prefill_chunk_size=256, on_outputs=demo
 
 print(f"\nWhat the document's sender got: {' '.join(chunked.outputs['document'].text.split())}\n")
 print(demo.table([whole], [chunked]))
-gaps = [run.measures()["longest gap in a stream, s"] for run in (whole, chunked)]
-assert gaps[0] > gaps[1], "something else kept the machine busy: run both again"
+before, after = whole.measures(), chunked.measures()
+factor = after["document's time to first token, s"] / before["document's time to first token, s"]
+print(f"\nAna's longest wait: {after['longest gap in a stream, s']:.2f} s. You said {my_guess_seconds_now} s.")
+print(f"The document's first token took {factor:.2f} times as long. You said {my_guess_factor} times.")
+assert after["longest gap in a stream, s"] < before["longest gap in a stream, s"], "something kept the machine busy: run both again"
 show(
     compare(whole.trace, chunked.trace, titles=(whole.title, chunked.title)),
     f"{whole.title}: {alt_text(whole.trace)} {chunked.title}: {alt_text(chunked.trace)}",
@@ -140,17 +143,8 @@ show(
 #
 # One setting differs between the two halves, `max_prefill_chunk_size`. Above, one wall that everybody stands behind.
 # Below, the same work in slices, and the chats go on between them. Slower than before, yes: each of their steps
-# now carries 256 tokens of somebody else's prompt. But they go on. Now your guesses:
-
-# %% name="guesses" tags=["nbval-ignore-output"]
-before, after = whole.measures(), chunked.measures()
-factor = after["document's time to first token, s"] / before["document's time to first token, s"]
-print(f"Ana's longest wait: {after['longest gap in a stream, s']:.2f} s. You said {my_guess_seconds_now} s.")
-print(f"The document's first token took {factor:.2f} times as long. You said {my_guess_factor} times.")
-print(f"The chats' median token took {before['median inter-token latency, s']:.3f} s, whole, and {after['median inter-token latency, s']:.3f} s, chunked.")
-assert 0.3 < factor < 3
-
-# %% [markdown]
+# now carries 256 tokens of somebody else's prompt. But they go on.
+#
 # Two surprises, perhaps. The document loses little or nothing: the same 2,048 tokens are computed, and the chats'
 # four tokens ride along in each of its steps for almost nothing. And the median hides everything: half of the chats'
 # tokens come at times when nobody sends a document. Whoever reports a mean or a median doesn't see the stall. Look at
