@@ -147,8 +147,7 @@ class Parsons:
             self._typed = ipywidgets.Text(description="Order", continuous_update=False, layout={"width": "300px"},
                                           tooltip="The letters of the lines in the order that you want")  # fmt: skip
             self._typed.observe(self._on_typed, "value")
-            look = ipywidgets.HTML(STYLE
-                                   f"<div>{escape(self.title)}</div>")  # fmt: skip
+            look = ipywidgets.HTML(f"{STYLE}<div>{escape(self.title)}</div>")
             self._box = ipywidgets.VBox([look, self._list, ipywidgets.HBox([up, down, self._typed, ask]), self._say])
             self._refresh()
             self._tell(
