@@ -299,7 +299,8 @@ class Rotating(Scheduler):
         share, budget = self.config.max_decode_share, self.config.max_num_batched_tokens
         chosen = choose_decodes(list(self.running), bool(self.prefilling or self.waiting), budget, share)
         for sequence in sorted(chosen, key=lambda sequence: sequence.arrival):
-            self._decode(out, sequence)
+            if self.block_manager.allocate(sequence, sequence.cached_token_count + 1):
+                out.chunks.append(ScheduledChunk(sequence, sequence.cached_token_count, 1, "decode", True))
         return [sequence for sequence in self.running if sequence not in chosen]
 
 
