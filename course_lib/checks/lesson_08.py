@@ -225,6 +225,8 @@ def _(scheduler):
     step.require(step.total <= 48, "at most 48 tokens in the step", "C3")
     step = Step(at_work(scheduler, budget=48, running=[("A", 20)], waiting=[("B", 100)]))
     step.require(step.total <= 48, "at most 48 tokens in the step, A's among them", "C3")
+    step = Step(at_work(scheduler, waiting=[("A", 40), ("B", 40)]))
+    step.require(step.total <= 64, "at most 64 tokens in the step: two prompts of 40 are more", "C4")
 
 
 @steps.test("a prompt above the budget is begun", concept="C8")

@@ -118,7 +118,7 @@ print(f"\nfrom the cache: {found}. You said {my_guess_second} and {my_guess_thir
 my_guess_factor = 2  # cold time / warm time: write yours
 
 # %% name="ttft" tags=["nbval-ignore-output"]
-text = demo.document_text()[:3000]
+text = demo.document_text()[:2400]
 questions = ("Summarise the text above in one sentence.", "What is the text above about?")
 asked = [demo.chat_prompt(runner.tokenizer, f"{text}\n\n{question}") for question in questions]
 
