@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from course_lib import arena as arena_module
-from course_lib.arena import PATIENCE, arena, built_in_scores, leaderboard, leaderboard_file, read_leaderboard, rounds, score
+from course_lib.arena import arena, built_in_scores, leaderboard, play, rounds, score
+from course_lib.arena.board import leaderboard_file, read_leaderboard
+from course_lib.arena.score import PATIENCE
 from course_lib.checks import NotDone
 from course_lib.policies import FairShare, Policy, PrefillingFirst, ShortestFirst
 
@@ -59,7 +60,12 @@ def test_a_copy_of_a_built_in_policy_gets_exactly_its_points():
     result = arena(Copy())
     for name, points in built_in_scores()["prefilling_first"].items():
         mine = result.scores[name]
-        assert (mine.points, mine.median_ttft, mine.p99_itl, mine.fairness) == (points.points, points.median_ttft, points.p99_itl, points.fairness)
+        assert (mine.points, mine.median_ttft, mine.p99_itl, mine.fairness) == (
+            points.points,
+            points.median_ttft,
+            points.p99_itl,
+            points.fairness,
+        )
 
 
 def test_the_referee_changes_nothing_for_a_policy_with_shares():
@@ -83,7 +89,9 @@ def test_points_are_the_share_of_requests_that_met_both_targets():
     times, good = result.trace.token_times(), 0
     for name, row in times.items():
         gaps = [later - earlier for earlier, later in zip(row, row[1:], strict=False)]
-        good += row[0] - result.trace.requests[name].arrival_time <= game.targets.ttft and max(gaps, default=0) <= game.targets.itl
+        good += (
+            row[0] - result.trace.requests[name].arrival_time <= game.targets.ttft and max(gaps, default=0) <= game.targets.itl
+        )
     assert result.points == pytest.approx(100 * good / len(times))  # no gap here lies between the P99 and the longest
     assert not result.starved
 
@@ -142,7 +150,7 @@ class Loops:
 
 
 def test_an_endless_loop_is_stopped(monkeypatch):
-    monkeypatch.setattr(arena_module, "SECONDS", 0.5)
+    monkeypatch.setattr(play, "SECONDS", 0.5)
     begin = time.monotonic()
     assert problem_of(Loops()) == "In rush it was stopped after 0.5 seconds: does a loop in it ever end?"
     assert time.monotonic() - begin < 10
@@ -291,7 +299,7 @@ def test_the_leaderboard_remembers_in_one_file_beside_the_progress(tmp_path):
     assert read_leaderboard() == before
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"mine": 3}', '{"mine": {"points": "many"}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"mine": 3}', '{"mine": {"points": "many"}}', '{"mine": {"points": 1, "rounds": {"rush": "x"}, "when": ""}}'])
 def test_a_broken_leaderboard_counts_as_empty(content):
     leaderboard_file().write_text(content, encoding="utf-8")
     assert read_leaderboard() == {}

@@ -10,7 +10,10 @@ BIRD = ([10813, 234, 116, 28], ["\ufffd", "\ufffd", "\ufffd", ","], ["", "", "�
 
 
 def test_the_words_count_what_is_held_back():
-    assert pieces_alt(*BIRD) == "4 tokens. Decoded alone, 3 of them are no whole character. The user got text with 2 of them, nothing with 2: 🐦,"
+    assert (
+        pieces_alt(*BIRD)
+        == "4 tokens. Decoded alone, 3 of them are no whole character. The user got text with 2 of them, nothing with 2: 🐦,"
+    )
 
 
 def test_the_picture_shows_every_token_and_every_text_and_is_the_same_each_time():

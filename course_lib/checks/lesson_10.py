@@ -48,14 +48,24 @@ def _run(TextStream, tokenizer: Bytes, token_ids: list[int]) -> tuple[list[str],
 @text_stream.test("plain words are shown as they come")
 def _(TextStream):
     pieces, rest, given = _run(TextStream, Bytes(b"Hi", b"!"), [1, 2])
-    require(pieces == ["Hi", "!"], "each push gives what its token adds to the text", given=given, got=f"pushes gave {pieces}, flush {rest!r}")
+    require(
+        pieces == ["Hi", "!"],
+        "each push gives what its token adds to the text",
+        given=given,
+        got=f"pushes gave {pieces}, flush {rest!r}",
+    )
     require(rest == "", "nothing was held back, so flush has nothing to give", given=given, got=f"flush gave {rest!r}")
 
 
 @text_stream.test("a special token has no text")
 def _(TextStream):
     pieces, rest, given = _run(TextStream, Bytes(b"Hi"), [1, 0])
-    require("".join(pieces) + rest == "Hi", "the end-of-sequence token isn't shown to the user", given=given, got=f"pushes gave {pieces}")
+    require(
+        "".join(pieces) + rest == "Hi",
+        "the end-of-sequence token isn't shown to the user",
+        given=given,
+        got=f"pushes gave {pieces}",
+    )
 
 
 @text_stream.test("an emoji of three tokens is shown once, and whole", concept="U1")
@@ -87,7 +97,12 @@ def _(TextStream):
     text = "say 你好, now".encode()
     pieces, rest, given = _run(TextStream, Bytes(text[:5], text[5:8], text[8:12], text[12:]), [1, 2, 3, 4])
     require("\ufffd" not in "".join(pieces), "no broken character is ever shown", given=given, got=f"pushes gave {pieces}")
-    require("".join(pieces) + rest == "say 你好, now", "nothing is lost and nothing comes twice", given=given, got=f"pushes gave {pieces}, flush {rest!r}")
+    require(
+        "".join(pieces) + rest == "say 你好, now",
+        "nothing is lost and nothing comes twice",
+        given=given,
+        got=f"pushes gave {pieces}, flush {rest!r}",
+    )
 
 
 @text_stream.test("an answer that is cut off in the middle of a character loses nothing", concept="U2")
@@ -108,7 +123,12 @@ def _(TextStream):
     tokenizer = Bytes(b"one", b"two")
     a, b = TextStream(tokenizer), TextStream(tokenizer)
     got = [a.push(1), b.push(2), a.push(1), b.push(2)]
-    require(got == ["one", "two", "one", "two"], "each stream has tokens of its own", given="two streams, pushed in turns", got=f"pushes gave {got}")
+    require(
+        got == ["one", "two", "one", "two"],
+        "each stream has tokens of its own",
+        given="two streams, pushed in turns",
+        got=f"pushes gave {got}",
+    )
 
 
 # ---- 10.2
@@ -136,13 +156,23 @@ def _draws(sample_token, probabilities: tuple, temperature: float, top_p: float,
 @sampling.test("a token that is as good as certain")
 def _(sample_token):
     draws = _draws(sample_token, (0.99998, 0.00001, 0.00001), 1.0, 1.0, 3)
-    require(draws == [0, 0, 0], "token 0 has all but a trace of the probability", given="probabilities (0.99998, 0.00001, 0.00001), temperature 1", got=f"drew {draws}")
+    require(
+        draws == [0, 0, 0],
+        "token 0 has all but a trace of the probability",
+        given="probabilities (0.99998, 0.00001, 0.00001), temperature 1",
+        got=f"drew {draws}",
+    )
 
 
 @sampling.test("temperature 0 takes the most likely token", concept="T1")
 def _(sample_token):
     draws = _draws(sample_token, (0.5, 0.3, 0.2), 0, 1.0, 20)
-    require(set(draws) == {0}, "greedy: always the most likely, whatever the seed", given="probabilities (0.5, 0.3, 0.2), temperature 0", got=f"drew {draws}")
+    require(
+        set(draws) == {0},
+        "greedy: always the most likely, whatever the seed",
+        given="probabilities (0.5, 0.3, 0.2), temperature 0",
+        got=f"drew {draws}",
+    )
 
 
 @sampling.test("a low temperature makes the likely ones likelier", concept="T2")
@@ -159,7 +189,12 @@ def _(sample_token):
 @sampling.test("top-p keeps the token that crosses p", concept="T3")
 def _(sample_token):
     draws = _draws(sample_token, (0.9, 0.1), 1.0, 0.5, 50)
-    require(set(draws) == {0}, "one token is kept, and drawn every time", given="probabilities (0.9, 0.1), top_p 0.5, 50 draws", got=f"drew {set(draws)}")
+    require(
+        set(draws) == {0},
+        "one token is kept, and drawn every time",
+        given="probabilities (0.9, 0.1), top_p 0.5, 50 draws",
+        got=f"drew {set(draws)}",
+    )
 
 
 @sampling.test("top-p drops what comes after it", concept="T3")
@@ -174,25 +209,45 @@ def _(sample_token):
 @sampling.test("the answer is a token id, not a place in the sorted row", concept="T5")
 def _(sample_token):
     draws = _draws(sample_token, (0.05, 0.05, 0.9), 1.0, 0.5, 20)
-    require(set(draws) == {2}, "the most likely token is number 2", given="probabilities (0.05, 0.05, 0.9), top_p 0.5", got=f"drew {set(draws)}")
+    require(
+        set(draws) == {2},
+        "the most likely token is number 2",
+        given="probabilities (0.05, 0.05, 0.9), top_p 0.5",
+        got=f"drew {set(draws)}",
+    )
 
 
 @sampling.test("the same request draws the same token again")
 def _(sample_token):
     first, again = (_draws(sample_token, (0.25,) * 4, 1.0, 1.0, 20) for _ in range(2))
-    require(first == again, "seed and number of tokens decide, and nothing else", given="20 draws, twice", got=f"drew {first}, then {again}")
+    require(
+        first == again,
+        "seed and number of tokens decide, and nothing else",
+        given="20 draws, twice",
+        got=f"drew {first}, then {again}",
+    )
 
 
 @sampling.test("each token of an answer is a draw of its own", concept="T7")
 def _(sample_token):
     draws = _draws(sample_token, (0.25,) * 4, 1.0, 1.0, 60)
-    require(len(set(draws)) > 1, "one seed, sixty draws: not all alike", given="four equal tokens, num_generated 0 to 59", got=f"drew {draws[:8]} …")
+    require(
+        len(set(draws)) > 1,
+        "one seed, sixty draws: not all alike",
+        given="four equal tokens, num_generated 0 to 59",
+        got=f"drew {draws[:8]} …",
+    )
 
 
 @sampling.test("another seed, another answer")
 def _(sample_token):
     rows = [[int(sample_token(_logits(*(0.25,) * 4), 1.0, 1.0, seed, number)) for number in range(20)] for seed in range(4)]
-    require(len({tuple(row) for row in rows}) > 1, "the seed decides", given="seeds 0 to 3, 20 draws each", got=f"drew {rows[0][:8]} … each time")
+    require(
+        len({tuple(row) for row in rows}) > 1,
+        "the seed decides",
+        given="seeds 0 to 3, 20 draws each",
+        got=f"drew {rows[0][:8]} … each time",
+    )
 
 
 @sampling.test("every token as often as its probability says")
@@ -229,7 +284,10 @@ def _trace(arrivals: dict[str, float], steps: list[tuple]):
     for name, arrival in arrivals.items():
         trace.requests[name] = RequestRecord(name, name, 4, 8, arrival, 0)
     for index, (start, end, tokens, prefills) in enumerate(steps):
-        chunks = [ChunkRecord(name, 0, 1, "prefill" if name in prefills else "decode", name in tokens) for name in {**dict.fromkeys(tokens), **dict.fromkeys(prefills)}]
+        chunks = [
+            ChunkRecord(name, 0, 1, "prefill" if name in prefills else "decode", name in tokens)
+            for name in {**dict.fromkeys(tokens), **dict.fromkeys(prefills)}
+        ]
         trace.steps.append(StepRecord(index, start, end, chunks, tokens=dict.fromkeys(tokens, 1)))
     return trace
 
@@ -245,7 +303,12 @@ def _same(got, wanted: dict, saying: str, given: str, concept: str | None = None
 @latency.test("one request, a token every second")
 def _(latencies):
     trace = _trace({"a": 0.0}, [(0, 1, "a", "a"), (1, 2, "a", ""), (2, 3, "a", "")])
-    _same(latencies(trace, 50), {"a": (1.0, 1.0, 1.0)}, "(TTFT, percentile of the gaps, longest gap)", "arrival at 0 s, tokens at 1, 2 and 3 s")
+    _same(
+        latencies(trace, 50),
+        {"a": (1.0, 1.0, 1.0)},
+        "(TTFT, percentile of the gaps, longest gap)",
+        "arrival at 0 s, tokens at 1, 2 and 3 s",
+    )
 
 
 @latency.test("the wait begins with the arrival, not with the step")
@@ -279,7 +342,12 @@ def _(latencies):
 @latency.test("a step in which it got nothing is part of the gap")
 def _(latencies):
     trace = _trace({"a": 0.0}, [(0, 1, "a", "a"), (1, 5, "", ""), (5, 6, "a", "")])
-    _same(latencies(trace, 50), {"a": (1.0, 5.0, 5.0)}, "from one of its tokens to the next of its tokens", "tokens at 1 and 6 s, a step of 4 s without it between")
+    _same(
+        latencies(trace, 50),
+        {"a": (1.0, 5.0, 5.0)},
+        "from one of its tokens to the next of its tokens",
+        "tokens at 1 and 6 s, a step of 4 s without it between",
+    )
 
 
 @latency.test("the percentile is the one that was asked for")
@@ -296,4 +364,9 @@ def _(latencies):
 @latency.test("a request that has no token yet")
 def _(latencies):
     trace = _trace({"a": 0.0, "b": 0.0}, [(0, 1, "a", "ab")])
-    _same(latencies(trace, 50), {"a": (1.0, None, None), "b": (None, None, None)}, "None where there is nothing to measure", "b is still PREFILLING when the trace ends")
+    _same(
+        latencies(trace, 50),
+        {"a": (1.0, None, None), "b": (None, None, None)},
+        "None where there is nothing to measure",
+        "b is still PREFILLING when the trace ends",
+    )

@@ -51,50 +51,140 @@ class PerRow:
 
 @chunk_size.test("nobody else is there")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerToken(), running=0, context=0, prompt=1000, target=0.0505, gives=50, saying="50 tokens take 50 ms, 51 would take longer than 50.5")
+    expect(
+        chunk_for_target,
+        PerToken(),
+        running=0,
+        context=0,
+        prompt=1000,
+        target=0.0505,
+        gives=50,
+        saying="50 tokens take 50 ms, 51 would take longer than 50.5",
+    )
 
 
 @chunk_size.test("a target that is met exactly is met")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerToken(), running=0, context=0, prompt=1000, target=0.125, gives=125, saying="125 tokens take 125 ms, and that is within 125 ms")
+    expect(
+        chunk_for_target,
+        PerToken(),
+        running=0,
+        context=0,
+        prompt=1000,
+        target=0.125,
+        gives=125,
+        saying="125 tokens take 125 ms, and that is within 125 ms",
+    )
 
 
 @chunk_size.test("the running streams' tokens are in the step too", concept="C3")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerToken(), running=20, context=10, prompt=1000, target=0.0505, gives=30, saying="50 tokens fit into the step, and 20 of them are the streams'")
+    expect(
+        chunk_for_target,
+        PerToken(),
+        running=20,
+        context=10,
+        prompt=1000,
+        target=0.0505,
+        gives=30,
+        saying="50 tokens fit into the step, and 20 of them are the streams'",
+    )
 
 
 @chunk_size.test("no chunk is longer than the prompt", concept="C17")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerToken(), running=0, context=0, prompt=30, target=10.0, gives=30, saying="everything is fast enough: the whole prompt in one piece")
+    expect(
+        chunk_for_target,
+        PerToken(),
+        running=0,
+        context=0,
+        prompt=30,
+        target=10.0,
+        gives=30,
+        saying="everything is fast enough: the whole prompt in one piece",
+    )
 
 
 @chunk_size.test("a target that can't be met")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerToken(), running=100, context=10, prompt=1000, target=0.05, gives=0, saying="the streams alone take longer: there is no such chunk, 0")
+    expect(
+        chunk_for_target,
+        PerToken(),
+        running=100,
+        context=10,
+        prompt=1000,
+        target=0.05,
+        gives=0,
+        saying="the streams alone take longer: there is no such chunk, 0",
+    )
 
 
 @chunk_size.test("the last chunk attends to the whole prompt, so it is the slowest", concept="M4")
 def _(chunk_for_target):
     # At the end of 1,000 tokens, a chunk of c has 1000c - c(c - 1)/2 pairs: 50 → 48,775; 51 → 49,725; 52 → 50,674.
-    expect(chunk_for_target, PerPair(), running=0, context=0, prompt=1000, target=0.05, gives=51, saying="the step at the end of the prompt must be within the target as well")
+    expect(
+        chunk_for_target,
+        PerPair(),
+        running=0,
+        context=0,
+        prompt=1000,
+        target=0.05,
+        gives=51,
+        saying="the step at the end of the prompt must be within the target as well",
+    )
 
 
 @chunk_size.test("each stream attends to its own context", concept="M8")
 def _(chunk_for_target):
     # 100 streams with one new token at a context of 200: 20,000 pairs; 30 → 29,565 and 31 → 30,535 of the chunk.
-    expect(chunk_for_target, PerPair(), running=100, context=200, prompt=1000, target=0.05, gives=30, saying="the streams' tokens attend to 200 tokens each")
+    expect(
+        chunk_for_target,
+        PerPair(),
+        running=100,
+        context=200,
+        prompt=1000,
+        target=0.05,
+        gives=30,
+        saying="the streams' tokens attend to 200 tokens each",
+    )
 
 
 @chunk_size.test("K/V is read: of every stream, and of the prompt")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerContext(), running=10, context=100, prompt=1000, target=0.0019, gives=0, saying="1,000 + 1,000 tokens of K/V take 2 ms, whatever the chunk")
-    expect(chunk_for_target, PerContext(), running=10, context=100, prompt=1000, target=0.0021, gives=1000, saying="2 ms are within the target, whatever the chunk")
+    expect(
+        chunk_for_target,
+        PerContext(),
+        running=10,
+        context=100,
+        prompt=1000,
+        target=0.0019,
+        gives=0,
+        saying="1,000 + 1,000 tokens of K/V take 2 ms, whatever the chunk",
+    )
+    expect(
+        chunk_for_target,
+        PerContext(),
+        running=10,
+        context=100,
+        prompt=1000,
+        target=0.0021,
+        gives=1000,
+        saying="2 ms are within the target, whatever the chunk",
+    )
 
 
 @chunk_size.test("each stream's token is sampled, and the last chunk's last row")
 def _(chunk_for_target):
-    expect(chunk_for_target, PerRow(), running=10, context=5, prompt=40, target=0.0105, gives=0, saying="eleven rows take 11 ms: ten streams, and the first token of the prompt's answer")
+    expect(
+        chunk_for_target,
+        PerRow(),
+        running=10,
+        context=5,
+        prompt=40,
+        target=0.0105,
+        gives=0,
+        saying="eleven rows take 11 ms: ten streams, and the first token of the prompt's answer",
+    )
 
 
 # ---- 11.2
@@ -138,9 +228,18 @@ def _(ShortestWithAgeing):
 
 @policy.test("the shortest is served first")
 def _(ShortestWithAgeing):
-    waiting = [_sequence("long", 300, arrival=0, step=5), _sequence("short", 20, arrival=1, step=5), _sequence("middle", 90, arrival=2, step=5)]
+    waiting = [
+        _sequence("long", 300, arrival=0, step=5),
+        _sequence("short", 20, arrival=1, step=5),
+        _sequence("middle", 90, arrival=2, step=5),
+    ]
     names, given = _order(ShortestWithAgeing, [], waiting, 6)
-    require(names[:1] == ["short"] and sorted(names) == ["long", "middle", "short"], "everyone, the one with the fewest tokens first", given=given, got=f"order {names}")
+    require(
+        names[:1] == ["short"] and sorted(names) == ["long", "middle", "short"],
+        "everyone, the one with the fewest tokens first",
+        given=given,
+        got=f"order {names}",
+    )
     require(names == ["short", "middle", "long"], "then the next shortest", given=given, got=f"order {names}")
 
 
@@ -185,14 +284,24 @@ def _(ShortestWithAgeing):
 def _(ShortestWithAgeing):
     waiting = [_sequence("older and shorter", 20, arrival=1, step=6), _sequence("oldest", 300, arrival=0, step=5)]
     names, given = _order(ShortestWithAgeing, [], waiting, 30)
-    require(names == ["oldest", "older and shorter"], "old is old: now the arrival counts, not the length", given=given, got=f"order {names}")
+    require(
+        names == ["oldest", "older and shorter"],
+        "old is old: now the arrival counts, not the length",
+        given=given,
+        got=f"order {names}",
+    )
 
 
 @policy.test("age counts from the arrival, not from the last chunk", concept="C13")
 def _(ShortestWithAgeing):
     prefilling = [_sequence("old", 300, arrival=0, step=5, cached=100, last_step=19)]
     names, given = _order(ShortestWithAgeing, prefilling, [_sequence("short", 20, arrival=1, step=19)], 20)
-    require(names == ["old", "short"], "the old one had a chunk in step 19, and is 15 steps old all the same", given=given, got=f"order {names}")
+    require(
+        names == ["old", "short"],
+        "the old one had a chunk in step 19, and is 15 steps old all the same",
+        given=given,
+        got=f"order {names}",
+    )
 
 
 @policy.test("in the real engine, a long prompt has its first token in time, while short ones keep coming", concept="C6")
@@ -207,7 +316,9 @@ def _(ShortestWithAgeing):
     engine.add_request([2] * 160, SamplingParams(max_tokens=1), request_id="long")
     for step in range(120):
         for newcomer in range(2):  # together as many tokens as a step has
-            engine.add_request([3 + step] * (15 + newcomer), SamplingParams(max_tokens=1), request_id=f"short {step}.{newcomer}")
+            engine.add_request(
+                [3 + step] * (15 + newcomer), SamplingParams(max_tokens=1), request_id=f"short {step}.{newcomer}"
+            )
         if any(output.request_id == "long" for output in engine.step()):
             break
     require(

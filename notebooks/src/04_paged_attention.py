@@ -135,18 +135,22 @@ mask_map(right, **picture, title="What the chunk may see: all earlier chunks, an
 # > **A query sees the keys of its own request whose position is not larger than its own, wherever chunks and
 # > blocks begin.**
 #
-# A whole prompt, a chunk, a decode (one row, all ones): the same comparison. Now on the real model: the mask that is
-# too simple; another shortcut, "the cache is already there, so no mask"; and the engine's own reference.
+# One comparison for all three shapes of work. A whole prompt is a square with a triangle in it; a decode is one row of
+# ones. A chunk is between the two: like a decode it reads what earlier steps left in the cache, like a whole prompt it is
+# causal inside itself.
+#
+# Now on the real model: the mask that is too simple; another shortcut, "there is a cache already, so no mask"; and the
+# engine's own reference.
 
 # %% name="on-the-model"
-def no_mask_with_cache(num_queries, num_keys):
+def no_mask(num_queries, num_keys):
     return {"is_causal": num_queries == num_keys}  # a whole prompt is causal, later chunks see everything
 
 
-attention.BACKENDS["no_mask_with_cache"] = backend(no_mask_with_cache)
+attention.BACKENDS["no_mask"] = backend(no_mask)
 for chunk_size in (48, 32):
-    for name in ("is_causal", "no_mask_with_cache", "reference"):
-        print(f"chunks of {chunk_size}   {name:18}   {ask(name, chunk_size)!r}")
+    for name in ("is_causal", "no_mask", "reference"):
+        print(f"chunks of {chunk_size}  {name:10} {ask(name, chunk_size)!r}")
 
 # %% [markdown]
 # No error in any of the lines. Without a mask the model is still right with chunks of 48, and with chunks of 32 the
@@ -410,7 +414,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def random_case(sequences, dtype, seed=0):
+def random_case(sequences, seed=0):
     """A batch of (context length, of which the last … are queries), its queries and its cache; free slots hold NaN."""
     torch.manual_seed(seed)
     blocks = random.Random(seed).sample(range(64), 64)
@@ -429,7 +433,7 @@ def random_case(sequences, dtype, seed=0):
     return torch.randn(total, HEADS, HEAD_DIM, dtype=torch.float64), batch, paged
 
 
-query, batch, paged = random_case([(40, 40), (57, 20), (100, 1)], torch.float64)
+query, batch, paged = random_case([(40, 40), (57, 20), (100, 1)])
 expected = attention.reference(query, 0, paged, HEAD_DIM**-0.5)
 if HAS_TRITON:
     from course_lib.model.attention import triton_paged

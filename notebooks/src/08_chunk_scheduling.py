@@ -247,8 +247,8 @@ puzzle = three_budgets()
 print(puzzle)
 
 # %% [markdown]
-# In a running notebook the next cell is a list with buttons: choose a line with the arrow keys, press Tab to come to a button
-# and Space to push it. Without widgets, write the letters in the order that you want, `puzzle.put("FIC…")`, and
+# In a running notebook the next cell is the list with two buttons that move the chosen line, and a field in which you can type
+# the letters in your order instead (then Enter, Tab to *Check*, Space). Without widgets, write `puzzle.put("ACB…")` and
 # `print(puzzle.verdict())`.
 
 # %% name="parsons" tags=["nbval-ignore-output"]

@@ -36,7 +36,7 @@ the_lab
 # buttons in the lab: each is an experiment, and each has a sentence that says what to look for. Guess before you press.
 
 # %% name="presets"
-from course_lib.lab.scheduler_lab import PRESETS, Settings, measures
+from course_lib.lab.scheduler_lab import PRESETS, Settings
 
 for _, label, idea, _ in PRESETS:
     print(f"{label:16} {idea}")
@@ -64,27 +64,32 @@ show(compare(whole, chunks, titles=titles), compare_alt(whole, chunks, titles=ti
 my_guess_fastest = "whole"  # or a number: write yours
 
 # %% name="sweep"
-SIZES = (None, 4096, 2048, 1024, 512, 256, 128, 64)
-runs = {size: Settings(running=128, chunk=size, budget=8192 + 128).run() for size in SIZES}
-numbers = {size: measures(trace) for size, trace in runs.items()}
+from course_lib.metrics import of_requests
 
-columns = ("longest stall", "TTFT of long", "tokens/s")
-print(f"{'chunk size':>10}" + "".join(f"{column:>16}" for column in columns) + f"{'all done after':>16}")
-for size, row in numbers.items():
-    cells = "".join(f"{row[column]:>16}" for column in columns)
-    print(f"{size or 'whole':>10}{cells}{1e3 * runs[size].steps[-1].end:13.0f} ms")
-fastest = min(SIZES, key=lambda size: runs[size].steps[-1].end)
+
+def readouts(trace):
+    """The longest stall of all but the long one, its TTFT, the newcomers' mean TTFT, the end of the run; in ms."""
+    requests = of_requests(trace)
+    long = requests.pop("long")
+    late = [request.ttft for name, request in requests.items() if name.startswith("new")]
+    stall = max(request.stall for request in requests.values())
+    return [1e3 * seconds for seconds in (stall, long.ttft, sum(late) / max(1, len(late)), trace.steps[-1].end)]
+
+
+SIZES = (None, 4096, 2048, 1024, 512, 256, 128, 64)
+numbers = {size: readouts(Settings(running=128, chunk=size, budget=8192 + 128).run()) for size in SIZES}
+
+print("chunk size   longest stall   TTFT of long   all done after")
+for size, (stall, ttft, _, end) in numbers.items():
+    print(f"{size or 'whole':>10}{stall:13.1f} ms{ttft:12.0f} ms{end:14.0f} ms")
+fastest = min(SIZES, key=lambda size: numbers[size][-1])
 print(f"\nEverybody is done first with {fastest or 'whole'}. You said {my_guess_fastest}.")
 
 # %% name="draw-sweep"
 from matplotlib import pyplot
 
-from course_lib.metrics import of_requests
-
 sizes = [size or 8192 for size in SIZES]
-metrics = {size: of_requests(trace) for size, trace in runs.items()}
-stalls = [1e3 * max(r.stall for name, r in metrics[size].items() if name != "long") for size in SIZES]
-ttfts = [1e3 * metrics[size]["long"].ttft for size in SIZES]
+stalls, ttfts, *_ = zip(*numbers.values())
 figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
 axes.loglog(sizes, stalls, "o-", color="#d55e00", label="longest stall of the streams")
 axes.loglog(sizes, ttfts, "s--", color="#0072b2", label="TTFT of the long prompt")
@@ -214,13 +219,12 @@ my_guess_long_factor = 4.0  # write yours
 NAMES = ("prefilling_first", "waiting_first", "shortest_first", "fair_share")
 settings = {"running": 16, "newcomers": 32, "budget": 256, "chunk": 256, "prompt": 4096}
 behind = {name: Settings(**settings, policy=name).run() for name in NAMES}
-print(f"{'policy':18}{'TTFT of newcomers':>18}{'TTFT of long':>15}{'longest stall':>15}")
-for name, trace in behind.items():
-    row = measures(trace)
-    print(f"{name:18}{row['TTFT of newcomers']:>18}{row['TTFT of long']:>15}{row['longest stall']:>15}")
-grew = of_requests(behind["shortest_first"])["long"].ttft / of_requests(behind["prefilling_first"])["long"].ttft
-newcomers = measures(behind["shortest_first"])["TTFT of newcomers"]
-print(f"\nThe newcomers' mean with shortest_first: {newcomers}. You said {my_guess_newcomers_ms} ms.")
+rows = {name: readouts(trace) for name, trace in behind.items()}
+print("policy             TTFT of newcomers   TTFT of long   longest stall")
+for name, (stall, long, late, _) in rows.items():
+    print(f"{name:18}{late:15.1f} ms{long:12.0f} ms{stall:13.1f} ms")
+grew = rows["shortest_first"][1] / rows["prefilling_first"][1]
+print(f"\nThe newcomers' mean with shortest_first: {rows['shortest_first'][2]:.1f} ms. You said {my_guess_newcomers_ms} ms.")
 print(f"The long one's TTFT: {grew:.1f} times. You said {my_guess_long_factor}.")
 
 # %% name="draw-policies"

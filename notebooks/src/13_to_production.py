@@ -56,7 +56,7 @@ VLLM_STATES = {"WAITING", "RUNNING", "PREEMPTED", "FINISHED"}  # RequestStatus, 
 ours = len(Path(course_lib.scheduler.__file__).read_text(encoding="utf-8").splitlines())
 missing = {state.name for state in course_lib.sequence.SequenceStatus} - VLLM_STATES
 print(f"No equal in vLLM: {', '.join(missing)}. You said {my_guess_missing_state}.")
-print(f"{VLLM_LINES:,} lines and {ours}: {VLLM_LINES / ours:.0f} times. You said {my_guess_factor}.")
+print(f"vLLM's scheduler.py has {VLLM_LINES:,} lines, {VLLM_LINES / ours:.0f} times as many. You said {my_guess_factor}.")
 
 # %% [markdown]
 # vLLM has no PREFILLING. A half-filled request is RUNNING there from its first chunk on, and what tells it from one that decodes

@@ -1,14 +1,19 @@
 """Wrong and other right answers to the exercises of lesson 10."""
 
-_PUSH = '''        whole = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+_PUSH = """        whole = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
         if whole.endswith("\\N{REPLACEMENT CHARACTER}"):
             return ""
         piece = whole[len(self.text) :]
         self.text = whole
-'''
+"""
 
 MUTANTS = [
-    ("U1", "10.1", _PUSH, "        piece = self.tokenizer.decode([token_id], skip_special_tokens=True)\n        self.text += piece\n"),
+    (
+        "U1",
+        "10.1",
+        _PUSH,
+        "        piece = self.tokenizer.decode([token_id], skip_special_tokens=True)\n        self.text += piece\n",
+    ),
     ("U1", "10.1", 'if whole.endswith("\\N{REPLACEMENT CHARACTER}"):', "if False:"),
     ("U1", "10.1", 'if whole.endswith("\\N{REPLACEMENT CHARACTER}"):', 'if whole == "\\N{REPLACEMENT CHARACTER}":'),
     (
@@ -34,7 +39,12 @@ MUTANTS = [
     ("T5", "10.2", "return int(ids[place])", "return int(place)"),
     ("T7", "10.2", "seed * 1_000_003 + num_generated", "seed"),
     ("I5", "10.3", "for name in step.tokens:", "for name in {chunk.request for chunk in step.chunks}:"),
-    ("A9", "10.3", "for name, moments in times.items():", "for name, moments in times.items():\n        moments = sorted({t for row in times.values() for t in row})"),
+    (
+        "A9",
+        "10.3",
+        "for name, moments in times.items():",
+        "for name, moments in times.items():\n        moments = sorted({t for row in times.values() for t in row})",
+    ),
 ]
 
 COSTS = []
@@ -92,7 +102,7 @@ class TextStream:
 ''',
     ],
     "10.2": [
-        '''
+        """
 import random
 
 def sample_token(logits, temperature, top_p, seed, num_generated):
@@ -109,8 +119,8 @@ def sample_token(logits, temperature, top_p, seed, num_generated):
         kept.append((weight, i))
         mass += weight
     return random.Random(f"{seed}:{num_generated}").choices([i for _, i in kept], [w for w, _ in kept])[0]
-'''.replace("import random", "import math\nimport random"),
-        '''
+""".replace("import random", "import math\nimport random"),
+        """
 import numpy as np
 
 def sample_token(logits, temperature, top_p, seed, num_generated):
@@ -122,10 +132,10 @@ def sample_token(logits, temperature, top_p, seed, num_generated):
     order = np.argsort(-p)
     keep = order[: np.searchsorted(np.cumsum(p[order]), top_p) + 1]
     return np.random.default_rng([seed, num_generated]).choice(keep, p=p[keep] / p[keep].sum())
-''',
+""",
     ],
     "10.3": [
-        '''
+        """
 def latencies(trace, percent):
     answer = {}
     for name, times in trace.token_times().items():
@@ -133,8 +143,8 @@ def latencies(trace, percent):
         first = times[0] - trace.requests[name].arrival_time if times else None
         answer[name] = [first, percentile(gaps, percent), max(gaps)] if gaps else [first, None, None]
     return answer
-''',
-        '''
+""",
+        """
 import numpy as np
 
 def latencies(trace, percent):
@@ -149,6 +159,6 @@ def latencies(trace, percent):
             gaps.max() if len(gaps) else None,
         )
     return result
-''',
+""",
     ],
 }

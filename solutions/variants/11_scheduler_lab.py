@@ -7,19 +7,34 @@ MUTANTS = [
     ("M8", "11.1", "running * context + pairs_of(chunk, prompt)", "running + pairs_of(chunk, prompt)"),
     ("M8", "11.1", "running * context + pairs_of(chunk, prompt)", "running * prompt + pairs_of(chunk, prompt)"),
     ("C6", "11.2", "for sequence in [*prefilling, *waiting]:", "for sequence in waiting:"),
-    ("C6", "11.2", "return old + young", "return [s for s in young + old if s in waiting] + [s for s in young + old if s in prefilling]"),
+    (
+        "C6",
+        "11.2",
+        "return old + young",
+        "return [s for s in young + old if s in waiting] + [s for s in young + old if s in prefilling]",
+    ),
     ("C6", "11.2", "if step - sequence.arrival_step >= self.max_age:", "if False:"),
     ("C6", "11.2", "return old + young", "return young + old"),
-    ("A2", "11.2", "young.sort(key=lambda s: (s.remaining_token_count, s.arrival))", "young.sort(key=lambda s: (len(s.prompt_token_ids), s.arrival))"),
+    (
+        "A2",
+        "11.2",
+        "young.sort(key=lambda s: (s.remaining_token_count, s.arrival))",
+        "young.sort(key=lambda s: (len(s.prompt_token_ids), s.arrival))",
+    ),
     ("C13", "11.2", "old.sort(key=lambda s: s.arrival)", "old.sort(key=lambda s: s.remaining_token_count)"),
-    ("C13", "11.2", "if step - sequence.arrival_step >= self.max_age:", "if step - max(sequence.last_step, sequence.arrival_step) >= self.max_age:"),
+    (
+        "C13",
+        "11.2",
+        "if step - sequence.arrival_step >= self.max_age:",
+        "if step - max(sequence.last_step, sequence.arrival_step) >= self.max_age:",
+    ),
 ]
 
 COSTS = []
 
 ALSO_RIGHT = {
     "11.1": [
-        '''
+        """
 def chunk_for_target(cost, running, context, prompt, target):
     best = 0
     for chunk in range(1, prompt + 1):
@@ -28,8 +43,8 @@ def chunk_for_target(cost, running, context, prompt, target):
             break
         best = chunk
     return best
-''',
-        '''
+""",
+        """
 import bisect
 
 def chunk_for_target(cost, running, context, prompt, target):
@@ -38,10 +53,10 @@ def chunk_for_target(cost, running, context, prompt, target):
         return cost.seconds(StepWork(chunk + running, running + 1, pairs, context * running + prompt))
 
     return bisect.bisect_right(range(1, prompt + 1), target, key=seconds)
-''',
+""",
     ],
     "11.2": [
-        '''
+        """
 class ShortestWithAgeing:
     name = "mine"
 
@@ -53,8 +68,8 @@ class ShortestWithAgeing:
             list(waiting) + list(prefilling),
             key=lambda s: (1, s.remaining_token_count, s.arrival) if step - s.arrival_step < self.limit else (0, s.arrival, 0),
         )
-''',
-        '''
+""",
+        """
 import heapq
 
 class ShortestWithAgeing(Policy):
@@ -70,6 +85,6 @@ class ShortestWithAgeing(Policy):
             rank = -1 if s.arrival_step <= step - self.max_age else left
             heapq.heappush(heap, (rank, s.arrival, s))
         return tuple(heapq.heappop(heap)[-1] for _ in range(len(heap)))
-''',
+""",
     ],
 }
