@@ -3,7 +3,8 @@
     engine = my_engine(FakeRunner(), EngineConfig(), my_parts())
     engine.calls        {"03.1": 57, …}: how often each of the learner's parts was asked
 
-Most parts go where their exercise put them. Where two want the same place, this file puts them together.
+Most parts go where their exercise put them. Where two want the same place, this file puts them together. A part may
+return tuples, tensors or NumPy numbers; the engine gets lists and ints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .. import slots
-from ..batch import Sample
+from ..batch import Batch, Sample, SlotMapping
 from ..block_manager import BlockManager
 from ..config import EngineConfig
 from ..engine import Engine
@@ -25,6 +26,7 @@ from ..runners.base import Runner
 from ..scheduler import ScheduledChunk, Scheduler, SchedulerOutput, by_arrival
 from ..sequence import FINISHED, RUNNING, WAITING, Sequence
 from ..text import TextStream
+from .exercise import plain
 from .lesson_02 import for_engine
 from .lesson_09 import _Cache, _OnSharedBlocks
 from .my_parts import Parts
@@ -49,7 +51,11 @@ def my_engine(runner: Runner, config: EngineConfig | None = None, parts: Parts |
 
 
 class MyEngine(Engine):
-    """The course's engine with the learner's parts in it. `calls` counts how often each was asked."""
+    """The course's engine with the learner's parts in it.
+
+    calls  how often each of the parts was asked, by exercise
+    title  how many were asked, in words
+    """
 
     def __init__(self, runner: Runner, config: EngineConfig, parts: dict[str, object]) -> None:
         self.calls: Counter[str] = Counter()
@@ -60,7 +66,7 @@ class MyEngine(Engine):
             runner.attention = BACKEND
         self._plugged: dict[str, object] = {}
         if "07.1" in yours:
-            self._plugged["build_batch"] = yours["07.1"]
+            self._plugged["build_batch"] = _build_batch(yours["07.1"])
         if "10.1" in yours:
             self._plugged["TextStream"] = _text_stream(yours["10.1"])
         if "10.2" in yours and _is_a_model_on_a_cpu(runner):
@@ -69,6 +75,10 @@ class MyEngine(Engine):
             runner, config, scheduler=_scheduler(yours), block_manager=_block_manager(yours, config.enable_prefix_caching),
             slot_mapping=_slot_mapping(yours),
         )  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        return f"Your engine: {len(self.calls)} parts of yours at work" if self.calls else "Your engine: so far all of it is ours"
 
     def _add(self, *args, **kwargs) -> str:
         with self._parts_plugged_in():
@@ -111,21 +121,29 @@ def _is_a_model_on_a_cpu(runner: Runner) -> bool:
     return model is not None and model.device.type == "cpu"
 
 
-# ---- slots
+# ---- slots, and the batch
 
 
-def _slot_mapping(yours: dict) -> Callable:
+def _slot_mapping(yours: dict) -> SlotMapping:
     """03.2 for a single token, 03.1 for more."""
     of_chunk, of_decodes = yours.get("03.1", slots.slot_mapping), yours.get("03.2")
-    if of_decodes is None:
-        return of_chunk
 
     def slot_mapping(block_table: list[int], start_pos: int, num_tokens: int, block_size: int) -> list[int]:
-        if num_tokens == 1:
-            return of_decodes([block_table], [start_pos + 1], block_size)
-        return of_chunk(block_table, start_pos, num_tokens, block_size)
+        if num_tokens == 1 and of_decodes is not None:
+            return plain(of_decodes([block_table], [start_pos + 1], block_size))
+        return plain(of_chunk(block_table, start_pos, num_tokens, block_size))
 
     return slot_mapping
+
+
+def _build_batch(yours: Callable) -> Callable:
+    numbers = ("token_ids", "positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc", "sample_rows")
+
+    def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping) -> Batch:
+        batch = yours(output, slot_mapping)
+        return replace(batch, **{name: plain(getattr(batch, name)) for name in numbers})
+
+    return build_batch
 
 
 # ---- blocks
@@ -148,7 +166,7 @@ def _block_manager(yours: dict, has_prefix_cache: bool) -> type:
     class CountedByYou(base):
         def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
             cached, held = sequence.cached_token_count, len(sequence.block_table)
-            new = count(cached, num_tokens - cached, held, self.block_size)
+            new = int(count(cached, num_tokens - cached, held, self.block_size))
             return super().allocate(sequence, (held + new) * self.block_size)
 
     return CountedByYou
@@ -261,7 +279,7 @@ def _scheduler(yours: dict) -> type:
 class _Together(Scheduler):
     """Asks the learner's functions where the engine's scheduler decides. The classes of 06.2 and 08.2 come behind it."""
 
-    yours: dict[str, Callable] = {}
+    yours: dict[str, Callable]
 
     def schedule(self) -> SchedulerOutput:
         if "08.2" not in self.yours:
@@ -310,18 +328,17 @@ class _Together(Scheduler):
         if "08.1" not in self.yours or limit is None:
             return super()._chunk_size(sequence, start, tokens, share)
         remaining, free = sequence.known_token_count - start, self.block_manager.num_free
-        return self.yours["08.1"](remaining, start, min(tokens, max(1, share)), free, limit, self.block_size)
+        return int(self.yours["08.1"](remaining, start, min(tokens, max(1, share)), free, limit, self.block_size))
 
     def _can_admit(self, sequence: Sequence, matched: list[Entry], end: int) -> bool:
         if "02.3" not in self.yours or sequence.num_preemptions:  # it comes back: the engine's own rule
             return super()._can_admit(sequence, matched, end)
         idle = self.block_manager.num_idle(matched)
         reserve = self.config.watermark_blocks if self.block_manager.num_used else 0
-        return self.yours["02.3"](
-            len(sequence.prompt_token_ids) - len(matched) * self.block_size, sequence.max_new_tokens,
-            self.config.max_prefill_chunk_size or self.config.max_num_batched_tokens, self.block_size,
-            self.block_manager.num_free - idle, reserve,
-        )  # fmt: skip
+        rest = len(sequence.prompt_token_ids) - len(matched) * self.block_size
+        chunk_size = self.config.max_prefill_chunk_size or self.config.max_num_batched_tokens
+        free = self.block_manager.num_free - idle
+        return bool(self.yours["02.3"](rest, sequence.max_new_tokens, chunk_size, self.block_size, free, reserve))
 
     # What the schedule of 08.2 calls. It was written without a prefix cache, so a hit is put in here.
 
@@ -385,23 +402,24 @@ def _attention(yours: dict) -> Callable | None:
 
 
 def _by_your_attention(paged_attention: Callable) -> Callable:
+    import torch
+
     def attend(query, layer: int, paged, scaling: float):
         """Each K/V head is given to the function once for every query head that shares it."""
         batch, cache = paged.batch, paged.kv_cache
         group = query.shape[1] // cache.k.shape[2]
         keys, values = (x[layer].repeat_interleave(group, dim=1) for x in (cache.k, cache.v))
-        return paged_attention(
-            query, keys, values, batch.block_tables, batch.context_lens, batch.query_start_loc, batch.block_size, scaling
-        )
+        sizes = batch.block_tables, batch.context_lens, batch.query_start_loc, batch.block_size
+        return torch.as_tensor(paged_attention(query, keys, values, *sizes, scaling)).to(query.dtype)
 
     return attend
 
 
 def _by_your_mask(causal_mask: Callable) -> Callable:
+    import torch
+
     def attend(query, layer: int, paged, scaling: float):
         """Gather K/V, then PyTorch's attention with the learner's mask."""
-        import torch
-
         keys, values = paged.kv_cache.k[layer], paged.kv_cache.v[layer]
         output = torch.empty_like(query)
         for s, length in enumerate(paged.context_lens):
