@@ -529,8 +529,8 @@ show(timeline(engine.trace, title="Nine requests, and what each of them waits fo
 #
 # - **vLLM** V1, `Scheduler.schedule()` in `vllm/v1/core/sched/scheduler.py`: first the running requests (a
 #   half-filled one is among them), then the waiting ones, under `max_num_batched_tokens`, `max_num_seqs` and the free
-#   blocks. A running request without blocks preempts another. `--long-prefill-token-threshold` bounds a chunk,
-#   `--max-num-partial-prefills` how many are half-filled.
+#   blocks. A running request without blocks preempts another. `--long-prefill-token-threshold`
+#   bounds a chunk.
 # - **Sarathi-Serve** (Agrawal et al., OSDI 2024) calls decode first with chunks in what is left *stall-free batching*.
 # - **SGLang** has `--chunked-prefill-size` and `--schedule-policy`; with `--enable-mixed-chunk` a chunk and decodes
 #   share a step.

@@ -171,7 +171,7 @@ show(block_map(engine.trace, title="100 tokens of instructions, three times"), b
 
 # %% [markdown]
 # The instructions are 100 tokens, six blocks and a quarter. Six are shared; the seventh holds the end of the
-# instructions *and* the beginning of a question, and everybody has an own one. A hit makes the request a **holder**:
+# instructions *and* the beginning of a question, and everybody has one of their own. A hit makes the request a **holder**:
 # the reference count of lesson 02 goes up, and the block stays until its last holder has gone.
 #
 # ## How much of a prompt can be reused?
