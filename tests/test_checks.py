@@ -382,3 +382,4 @@ def test_a_folder_of_submissions_becomes_a_csv(tmp_path):
 
 def test_what_a_spreadsheet_takes_for_a_formula_is_made_text():
     assert submissions._safe("=1+1") == "'=1+1" and submissions._safe("ana") == "ana" and submissions._safe(3) == 3
+    assert submissions._safe("") == ""

@@ -8,8 +8,8 @@ from exercise_source import ALSO_RIGHT, EXERCISES, MUTANTS, mutated
 
 from course_lib import checks
 from course_lib.checks.card import as_text
-from course_lib.model.mini_triton import Pointer, tl, triton
 from course_lib.checks.run import run_exercise
+from course_lib.model.mini_triton import Pointer, tl, triton
 
 WRONG = [mutant for mutant in MUTANTS if mutant[1] == "04.3"]
 

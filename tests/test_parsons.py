@@ -74,7 +74,7 @@ def test_the_buttons_move_the_chosen_line_and_keep_it_chosen():
     pytest.importorskip("ipywidgets")
     puzzle = small()
     _look, lines, buttons, say = puzzle.widget().children
-    up, down, ask = buttons.children
+    up, down, _typed, ask = buttons.children
     lines.value = "A"
     down.click()
     down.click()
@@ -89,6 +89,22 @@ def test_the_buttons_move_the_chosen_line_and_keep_it_chosen():
     assert "In order." in say.value
     assert lines.options[2][0].startswith("A\u00a0\u00a0\u00a0\u00a0"), "the indentation is seen in a list"
     assert all(button.tooltip and button.description for button in (up, down, ask))
+
+
+def test_an_order_can_be_typed():
+    pytest.importorskip("ipywidgets")
+    puzzle = small()
+    _look, lines, buttons, say = puzzle.widget().children
+    _up, down, typed, _ask = buttons.children
+    assert typed.value == "ABC"
+    typed.value = "bca"
+    assert puzzle.is_solved and typed.value == "BCA"
+    assert [letter for _, letter in lines.options] == ["B", "C", "A"]
+    typed.value = "BC"
+    assert "must name each of A, B, C once" in say.value and puzzle.order == "BCA"
+    lines.value = "B"
+    down.click()
+    assert typed.value == puzzle.order == "CBA"
 
 
 def test_a_notebook_shows_widget_text_and_html():

@@ -1,8 +1,8 @@
 """The pictures of lessons 03 and 04: they draw what is, right or wrong."""
 
-import ast
 import re
-import xml.etree.ElementTree as ElementTree
+import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,7 +25,8 @@ def texts(picture):
 def test_every_token_is_drawn_in_its_row_and_in_its_slot():
     drawn = texts(slot_map(RIGHT, 4))
     assert all(drawn.count(str(token)) >= 2 for token in range(5))
-    assert "physical block 3" in drawn and "slots 12 … 15" in drawn and "Every token is in a slot of its own" in slot_map(RIGHT, 4).alt
+    assert "physical block 3" in drawn and "slots 12 … 15" in drawn
+    assert "Every token is in a slot of its own" in slot_map(RIGHT, 4).alt
 
 
 def test_lost_tokens_holes_and_strangers_slots_are_found():
@@ -86,10 +87,10 @@ def test_a_mask_of_another_shape_is_refused():
         mask_map(MASK, queries=[0, 1, 2], keys=range(3))
 
 
-def test_a_kernel_can_be_shown_without_importing_triton():
+def test_a_kernel_can_be_shown_where_there_is_no_triton(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
     shown = str(source(unimported("course_lib.model.attention.triton_paged", "attention_kernel"), mark="query_pos ="))
     assert "▌     query_pos = first_pos + token" in shown
     with pytest.raises(ValueError, match="no function of"):
         unimported("course_lib.model.attention.triton_paged", "nothing")
-    file = ast.parse(open(unimported.__code__.co_filename, encoding="utf-8").read())
-    assert not any(isinstance(node, ast.Import) and node.names[0].name.startswith("triton") for node in ast.walk(file))

@@ -85,6 +85,13 @@ def _(scheduler):
     desk.require(desk.tokens == {"run0": 1, "run1": 1, "wait0": 4}, "there is room in the step for two decodes and the prompt")
 
 
+@whole_prompts.test("a prompt longer than the whole budget, while somebody runs", concept="C4")
+def _(scheduler):
+    desk = Desk(scheduler, budget=10, run=[5], wait=[15])
+    desk.require("run0" in desk.tokens, "who runs gets a token, whoever waits", concept="C2")
+    desk.require("wait0" not in desk.tokens, "two requests, but 16 tokens: the prompt waits until the step is empty")
+
+
 @whole_prompts.test("the prompt fits the budget, but not what the decodes leave of it", concept="C3")
 def _(scheduler):
     desk = Desk(scheduler, budget=10, run=[5, 6, 7], wait=[8])
@@ -135,12 +142,6 @@ def _(scheduler):
     desk = Desk(scheduler, budget=10, wait=[15, 2])
     desk.require("wait0" in desk.tokens, "it isn't left waiting for ever: an empty step takes it")
     desk.require(desk.tokens == {"wait0": 15}, "it goes in whole, and alone")
-
-
-@whole_prompts.test("a prompt longer than the whole budget, while others run", concept="C3")
-def _(scheduler):
-    desk = Desk(scheduler, budget=10, run=[5], wait=[15])
-    desk.require(desk.tokens == {"run0": 1}, "it waits until the step is empty")
 
 
 @whole_prompts.test("nobody passes the one at the head")

@@ -75,7 +75,7 @@ def run_notebook(path: Path, name: str) -> list[dict[str, object]]:
         environment = {**os.environ, "COURSE_PROGRESS": str(record), "PYTHONPATH": os.pathsep.join(paths)}
         kernel = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # this Python's
         client = NotebookClient(notebook, km=kernel, timeout=CELL_SECONDS, allow_errors=True, interrupt_on_timeout=True,
-                                resources={"metadata": {"path": folder}})  # fmt: skip
+                                resources={"metadata": {"path": folder}}, extra_arguments=["--log-level=ERROR"])  # fmt: skip
         try:
             client.execute(env=environment, cleanup_kc=True)
         except Exception as error:  # the kernel died, or couldn't be stopped
@@ -137,4 +137,4 @@ def main(paths: list[str], csv_path: str | None) -> int:
 
 def _safe(value: object) -> object:
     """A spreadsheet takes text that begins so for a formula."""
-    return "'" + value if isinstance(value, str) and value[:1] in "=+-@" else value
+    return "'" + value if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value

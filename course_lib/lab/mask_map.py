@@ -94,8 +94,9 @@ def _skipped(rows: list[list[int]], tile: int | None) -> list[int]:
     """The columns of tiles without a one."""
     if not tile or not rows:
         return []
-    tiles = [range(start, min(start + tile, len(rows[0]))) for start in range(0, len(rows[0]), tile)]
-    return [column for columns in tiles if not any(row[c] for row in rows for c in columns) for column in columns]
+    seen = [any(row[column] for row in rows) for column in range(len(rows[0]))]
+    tiles = [range(start, min(start + tile, len(seen))) for start in range(0, len(seen), tile)]
+    return [column for columns in tiles if not any(seen[c] for c in columns) for column in columns]
 
 
 def describe(rows: list[list[int]], labels: list[str], keys: Sequence, wrong: int) -> str:
@@ -104,5 +105,6 @@ def describe(rows: list[list[int]], labels: list[str], keys: Sequence, wrong: in
     for label, row in zip(labels, rows, strict=True):
         ones = [str(key) for key, value in zip(keys, row, strict=True) if value]
         lines.append(f"query {label} sees {plural(len(ones), 'key')}" + (f" ({ones[0]} to {ones[-1]})" if ones else ""))
-    text = f"Attention mask of {len(rows)} {'query' if len(rows) == 1 else 'queries'} and {plural(len(keys), 'key')}: {'; '.join(lines)}."
+    size = f"{len(rows)} {'query' if len(rows) == 1 else 'queries'} and {plural(len(keys), 'key')}"
+    text = f"Attention mask of {size}: {'; '.join(lines)}."
     return text + (f" {plural(wrong, 'place')} should be the other way round." if wrong else "")

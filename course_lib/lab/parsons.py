@@ -1,7 +1,7 @@
 """A Parsons problem: the lines of a program, shuffled; the reader puts them in order.
 
     puzzle = Parsons(["total += x", "total = 0", "for x in xs:"], rules=[("B", "A", "What is total before the loop?"), …])
-    puzzle                 in a notebook: a list of lines with buttons, usable with the keyboard alone
+    puzzle                 in a notebook: a list of lines, two buttons to move one, and a field to type their letters in order
     puzzle.put("BCA")      the same without widgets; print(puzzle) shows where it stands
 
 It says which line stands too early, by asking a question about it; it never shows the order.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from html import escape
 
 NO_BREAK = "\u00a0"
+STYLE = "<style>.lm-parsons select{font-family:var(--jp-code-font-family,monospace);line-height:1.5}</style>"
 
 
 class Parsons:
@@ -44,7 +45,11 @@ class Parsons:
     def _check_rules(self) -> None:
         left = dict.fromkeys(self.lines)
         while left:
-            free = [letter for letter in left if not any(later == letter and earlier in left for earlier, later, _ in self.rules)]
+            free = [
+                letter
+                for letter in left
+                if not any(later == letter and earlier in left for earlier, later, _ in self.rules)
+            ]
             if not free:
                 raise ValueError(f"no order keeps the rules between {', '.join(left)}")
             for letter in free:
@@ -97,7 +102,9 @@ class Parsons:
         if found is None:
             return "In order."
         letter, question = found
-        return f"Look at line {letter}, “{self.lines[letter].strip()}”, in place {self._order.index(letter) + 1}. {question}"
+        return (
+            f"Look at line {letter}, “{self.lines[letter].strip()}”, in place {self._order.index(letter) + 1}. {question}"
+        )
 
     # ---- as text ----------------------------------------------------------------------------------
 
@@ -137,11 +144,15 @@ class Parsons:
             up.on_click(lambda _: self._moved(-1))
             down.on_click(lambda _: self._moved(1))
             ask.on_click(lambda _: self._tell(self.verdict()))
-            look = ipywidgets.HTML("<style>.lm-parsons select{font-family:var(--jp-code-font-family,monospace);line-height:1.5}</style>"
-                                   f"<div>{escape(self.title)}</div>")  # fmt: skip
-            self._box = ipywidgets.VBox([look, self._list, ipywidgets.HBox([up, down, ask]), self._say])
+            self._typed = ipywidgets.Text(description="Order", continuous_update=False, layout={"width": "300px"},
+                                          tooltip="The letters of the lines in the order that you want")  # fmt: skip
+            self._typed.observe(self._on_typed, "value")
+            look = ipywidgets.HTML(f"{STYLE}<div>{escape(self.title)}</div>")
+            self._box = ipywidgets.VBox([look, self._list, ipywidgets.HBox([up, down, self._typed, ask]), self._say])
             self._refresh()
-            self._tell("Choose a line with the arrow keys, then Tab to a button and press Space.")
+            self._tell(
+                "Choose a line and move it. Or type the letters of all lines as their order, press Enter, Tab and Space."
+            )
         return self._box
 
     def _tell(self, words: str) -> None:
@@ -152,6 +163,16 @@ class Parsons:
         self.move(letter, by)
         self._refresh(letter)
         self._tell(f"{letter} is in place {self._order.index(letter) + 1} of {len(self._order)}.")
+
+    def _on_typed(self, change) -> None:
+        """An order was typed. (In JupyterLab the arrow keys move from cell to cell; letters in a field are the field's.)"""
+        if change["new"] == self.order:
+            return
+        try:
+            self.put(change["new"])
+            self._tell("The lines are in the order that you typed. Is it right? Press Check.")
+        except ValueError as error:
+            self._tell(str(error))
 
     def _refresh(self, chosen: str | None = None) -> None:
         """The list shows the order; blanks at its lines' beginnings would be lost, so they become no-break spaces."""
@@ -164,3 +185,4 @@ class Parsons:
             rows.append((letter + NO_BREAK * (3 + indent) + text.lstrip(), letter))
         self._list.options = rows
         self._list.value = chosen or self._order[0]
+        self._typed.value = self.order

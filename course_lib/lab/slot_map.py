@@ -160,7 +160,8 @@ def _draw_blocks(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
             slot = block * size + offset
             x, cell_y = left + offset % columns * pitch, top + offset // columns * (CELL + 1)
             token = memory.holds.get(slot)
-            svg.path("free" if token is None else f"own{memory.chunk_of[token] % len(OWNERS)}", [box(x, x + pitch - 1, cell_y, CELL)])
+            kind = "free" if token is None else f"own{memory.chunk_of[token] % len(OWNERS)}"
+            svg.path(kind, [box(x, x + pitch - 1, cell_y, CELL)])
             if slot in memory.rewritten:
                 svg.path("write", [f"M{x + pitch - 10} {cell_y}h9v9z"])
             if token is not None:
@@ -196,18 +197,20 @@ def _words(memory: Memory, follow: int | None) -> list[str]:
         parts.append(f"token {follow}: {follow} // {size} = {follow // size}, {follow} % {size} = {follow % size}")
         parts.append("it is nowhere" if slot is None else f"it lies in block {slot // size}, slot {slot}")
     if memory.rewritten:
-        parts.append(f"dark corner: {plural(len(memory.rewritten), 'slot')} written more than once, {plural(len(memory.lost), 'token')} lost")
+        lost = plural(len(memory.lost), "token")
+        parts.append(f"dark corner: {plural(len(memory.rewritten), 'slot')} written more than once, {lost} lost")
     if memory.empty:
         parts.append(f"hatched: {plural(len(memory.empty), 'slot')} that will be read, never written")
     if memory.stray:
-        parts.append(f"{plural(len(memory.stray), 'token')} written into blocks that belong to others")
+        parts.append(f"{plural(len(memory.stray), 'slot')} outside these blocks written")
     return parts
 
 
 def describe(memory: Memory, first: int, last: int) -> str:
     """The picture in words."""
     size = memory.block_size
-    chunks = ", ".join(f"chunk {chunk} is tokens {begin} to {end}" for chunk, begin, end in _runs(range(first, last + 1), memory.chunk_of.get))
+    runs = _runs(range(first, last + 1), memory.chunk_of.get)
+    chunks = ", ".join(f"chunk {chunk} is " + (f"token {a}" if a == b else f"tokens {a} to {b}") for chunk, a, b in runs)
     tables = ", ".join(f"{number} in block {memory.table[number]}" for number in range(first // size, last // size + 1))
     text = f"Tokens {first} to {last} of a sequence, in blocks of {size}: {chunks}. Logical blocks: {tables}."
     if memory.lost:
@@ -215,7 +218,7 @@ def describe(memory: Memory, first: int, last: int) -> str:
     if memory.empty:
         text += f" {plural(len(memory.empty), 'slot')} that will be read were never written."
     if memory.stray:
-        text += f" {plural(len(memory.stray), 'slot')} of other sequences were written."
+        text += f" Written outside the sequence's blocks: {plural(len(memory.stray), 'slot')}."
     return text if memory.lost or memory.empty or memory.stray else text + " Every token is in a slot of its own."
 
 

@@ -7,11 +7,9 @@ Triton has packages for Linux alone; its kernels can be read on every machine.
 
 from __future__ import annotations
 
-import __future__
-import ast
 import importlib.util
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 
 
 def unimported(module: str, name: str) -> FunctionType:
@@ -20,13 +18,8 @@ def unimported(module: str, name: str) -> FunctionType:
     Raises ValueError where the module has no such function.
     """
     file = importlib.util.find_spec(module).origin
-    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            break
-    else:
-        raise ValueError(f"name={name!r} is no function of {module}")
-    node.decorator_list.clear()
-    namespace = {"__name__": module}
-    flags = __future__.annotations.compiler_flag  # so that no name in a signature is looked up
-    exec(compile(ast.Module([node], []), file, "exec", flags=flags, dont_inherit=True), namespace)
-    return namespace[name]
+    whole = compile(Path(file).read_text(encoding="utf-8"), file, "exec", dont_inherit=True)
+    for part in whole.co_consts:
+        if isinstance(part, CodeType) and part.co_name == name:
+            return FunctionType(part, {"__name__": module})
+    raise ValueError(f"name={name!r} is no function of {module}")

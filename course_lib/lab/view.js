@@ -27,7 +27,9 @@ const CSS = `
 .lmv :focus-visible{outline:3px solid #0072b2;outline:3px solid light-dark(#0072b2,#7cc4f2);outline-offset:1px}
 .lmv-step{flex:1 1 180px;min-width:100px}
 .lmv-picture{cursor:crosshair;max-width:100%;overflow-x:auto}
-.lmv-sheet{position:relative;min-width:620px}
+.lmv-map{overflow-x:auto}
+.lmv-sheet,.lmv-map svg{position:relative;min-width:620px}
+.lmv-idea{display:none;margin:0 8px 4px}
 .lmv-picture svg{display:block;width:100%;height:auto}
 .lmv-picture .lmv-over{position:absolute;inset:0;pointer-events:none}
 .lmv-band{fill:#333;fill:light-dark(#333,#fff);opacity:.17}
@@ -48,6 +50,7 @@ const CSS = `
   border-left:3px solid #767676;padding-left:8px}
 .lmv-request p{margin:0;white-space:pre-wrap;max-height:7.2em;overflow:auto;overflow-wrap:anywhere}
 .lmv-request span{color:#6a6a6a;color:light-dark(#6a6a6a,#9aa0a6)}
+@media (max-width:600px){.lmv table{font-size:12px}.lmv th,.lmv td{padding-right:5px}.lmv th{font-size:11px;white-space:normal;vertical-align:bottom}}
 @media (prefers-reduced-motion:reduce){.lmv *{transition:none;animation:none;scroll-behavior:auto}}
 `;
 const WHY = {
@@ -177,7 +180,7 @@ class View {
     this.busy = false; this.wanted = null; this.values = {}; this.rows = new Map();
     const root = (this.root = make(element, "div", { class: "lmv", role: "group" }));
     make(root, "style", { text: CSS });
-    this.form = make(root, "div");
+    this.form = make(root, "div", { class: "lmv-form" });
     this.note = make(root, "div", { class: "lmv-note lmv-bar", role: "alert" });
     this.readouts = make(root, "div", { class: "lmv-readouts" });
     this.makeBar(root);
@@ -478,8 +481,9 @@ class View {
       for (const { key, label, idea } of frame.presets) {
         const button = make(row, "button", { type: "button", text: label, title: idea, "aria-pressed": "false" });
         button.addEventListener("click", () => this.ask({ kind: "preset", key }));
-        this.controls.set(`preset ${key}`, { button });
+        this.controls.set(`preset ${key}`, { button, idea });
       }
+      this.idea = make(this.form, "div", { class: "lmv-idea" }); // shown by a page that has the room
     }
     const grid = make(this.form, "div", { class: "lmv-controls", role: "group", "aria-label": "Settings" });
     for (const { key, label, values, help } of frame.controls) {
@@ -523,6 +527,7 @@ class View {
     for (const [key, { button }] of this.controls) {
       if (key.startsWith("preset ")) button.setAttribute("aria-pressed", key === `preset ${frame.preset}`);
     }
+    if (this.idea) this.idea.textContent = this.controls.get(`preset ${frame.preset}`)?.idea ?? "";
     const pin = this.controls.get("action pin")?.button;
     if (pin) pin.textContent = frame.pinned ? "Unpin A" : "Pin as A";
   }
@@ -603,8 +608,9 @@ class View {
       area.value = message.text;
       area.focus();
       area.select();
-      navigator.clipboard?.writeText(message.text).catch(() => {});
-      this.live.textContent = "The code is copied and shown below.";
+      const copying = navigator.clipboard?.writeText(message.text) ?? Promise.reject(); // not every page may use the clipboard
+      copying.then(() => "The code is copied and shown below.", () => "The code is shown below, marked.")
+        .then((words) => { this.live.textContent = words; });
     } else if (kind === "cancelled") clearTimeout(this.rows.get(message.request)?.waiting);
     if (kind !== "cancelled") this.answered();
   }

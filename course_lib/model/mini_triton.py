@@ -79,8 +79,8 @@ class tl:
         pointer.tensor.view(-1)[at[mask]] = value[mask].to(pointer.tensor.dtype)
 
     @staticmethod
-    def dot(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor | None = None, input_precision: str | None = None) -> torch.Tensor:
-        return a @ b if acc is None else acc + a @ b
+    def dot(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor | float = 0.0, input_precision: str = "") -> torch.Tensor:
+        return acc + a @ b
 
     @staticmethod
     def trans(x: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,8 @@ question = (
 def ask(chunk_size, mapping):
     config = EngineConfig(max_prefill_chunk_size=chunk_size, enable_prefix_caching=False)
     engine = Engine(runner, config, slot_mapping=mapping)
-    [answer] = engine.generate([chat_prompt(runner.tokenizer, question)], SamplingParams(max_tokens=20))
+    prompt = chat_prompt(runner.tokenizer, question)
+    [answer] = engine.generate([prompt], SamplingParams(max_tokens=20), progress=False)
     engine.check_invariants()
     return answer.text
 
@@ -111,7 +112,7 @@ def run(mapping, prompt_tokens, chunk_size, block_size, max_tokens=1, num_blocks
     )
     engine = Engine(FakeRunner(), config, slot_mapping=log)
     engine.block_manager.shuffle_free_blocks(seed)
-    engine.generate([list(range(prompt_tokens))], SamplingParams(max_tokens=max_tokens))
+    engine.generate([list(range(prompt_tokens))], SamplingParams(max_tokens=max_tokens), progress=False)
     return log
 
 
@@ -306,7 +307,7 @@ def tokens(mapping, prompt, chunk_size):
     )
     engine = Engine(FakeRunner(), config, slot_mapping=mapping)
     engine.block_manager.shuffle_free_blocks(seed=5)
-    return engine.generate([prompt], SamplingParams(max_tokens=4))[0].token_ids
+    return engine.generate([prompt], SamplingParams(max_tokens=4), progress=False)[0].token_ids
 
 
 def matrix(mapping):

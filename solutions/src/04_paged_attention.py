@@ -181,7 +181,8 @@ expected = Engine(runner, EngineConfig(num_blocks=64)).generate(prompts, Samplin
 for question, output, other in zip(questions, outputs, expected):
     print(f"{question:62} {output.text!r}")
     assert output.token_ids == other.token_ids, "other tokens than the engine's own attention gives"
-show(block_map(engine.trace, step=4, title="The blocks that your attention read in step 4"), block_map_alt(engine.trace, step=4))
+title = "The blocks that your attention read in step 4"
+show(block_map(engine.trace, step=4, title=title), block_map_alt(engine.trace, step=4))
 
 # %% [markdown] name="task-04-3"
 # ## 04.3 Inside the kernel
@@ -292,4 +293,5 @@ expected = Engine(runner, EngineConfig(num_blocks=64)).generate(prompts, Samplin
 for output, other in zip(outputs, expected):
     print("by your kernel:", output.token_ids, "  by the reference:", other.token_ids)
     assert output.token_ids == other.token_ids
-show(block_map(engine.trace, step=1, title="The blocks that your kernel read in step 1"), block_map_alt(engine.trace, step=1))
+title = "The blocks that your kernel read in step 1"
+show(block_map(engine.trace, step=1, title=title), block_map_alt(engine.trace, step=1))

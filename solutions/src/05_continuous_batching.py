@@ -172,8 +172,23 @@ check("05.2", longest_gaps)
 # a gap: keep it if it is the longest so far. Then this token is the latest.
 # </details>
 
-# %% name="run-05-2" tags=["needs-your-code", "nbval-ignore-output"]
-# Your measure on a real run: four people chat with SmolLM2, and a prompt of a thousand tokens arrives.
+# %% name="run-05-2" tags=["needs-your-code"]
+# Your measure on the real engine, in a pool that is too small for all: somebody is preempted and has to wait.
+config = EngineConfig(
+    block_size=4, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=32, max_prefill_chunk_size=8,
+    enable_prefix_caching=False,
+)  # fmt: skip
+engine = Engine(FakeRunner(), config)
+for name, length in {"Ana": 9, "Ben": 12, "Chen": 7, "Dora": 6}.items():
+    engine.add_request([len(name)] * length, SamplingParams(max_tokens=10), request_id=name)
+while engine.has_unfinished_requests():
+    engine.step()
+for name, gap in longest_gaps(engine.trace).items():
+    print(f"{name:>5}: longest gap {gap:.0f} ticks, a tick being one step")
+show(timeline(engine.trace, by="step", title="who was preempted, and for how long"), alt_text(engine.trace))
+
+# %% name="run-05-2-real" tags=["needs-your-code", "nbval-ignore-output"]
+# And on SmolLM2: four people chat, and a prompt of a thousand tokens arrives.
 from statistics import mean, median
 
 from course_lib import ModelRunner, demo

@@ -8,6 +8,7 @@ MUTANTS = [
     ("C3", "05.1", "fits = need <= left or not plan.chunks", "fits = need < left or not plan.chunks"),
     ("C3", "05.1", "if left > 0 and self", "if self"),
     ("C4", "05.1", "left -= need", "left -= 1"),
+    ("C4", "05.1", "fits = need <= left or not plan.chunks", "fits = len(plan.chunks) < limit"),
     ("C8", "05.1", "fits = need <= left or not plan.chunks", "fits = need <= left"),
     ("C9", "05.1", "not fits or not self.block_manager.allocate(request, need):",
      "not fits:\n                break\n            if self.block_manager.allocate(request, need) is None:"),
