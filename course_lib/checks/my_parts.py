@@ -141,7 +141,8 @@ class Parts:
         green, works = len(self.green), sum(part.room is not None for part in self if part.state == "green")
         if green == 0:
             return "None of your parts is green yet, so all of the engine is ours. Lesson 01 is where to begin."
-        return f"{green} of your {len(self)} parts are green; {works} of them have a place in the engine, and for {len(self.ours)} others ours stand in."
+        others = f"for {len(self.ours)} others ours stand in" if self.ours else "nothing of ours stands in for any"
+        return f"{green} of {len(self)} parts are green. {works} of those have a place in the engine; {others}."
 
     def __repr__(self) -> str:
         lines = [self.headline(), ""]
@@ -173,7 +174,7 @@ def parts_folder() -> Path:
     here = Path.cwd()
     session = Path(os.environ.get("JPY_SESSION_NAME", "")).parent  # Jupyter: the notebook's file
     for folder in (here, here / session):
-        if any(folder.glob("[0-9][0-9]_*.ipynb")) and folder.name != "notebooks":
+        if any('"your-' in path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("[0-9][0-9]_*.ipynb")):
             return folder
     for folder in (here, *here.parents):
         if (folder / "exercises").is_dir():
@@ -271,6 +272,10 @@ def run_cell(cell: Cell, module: types.ModuleType, file: str) -> str:
         return f"its cell was stopped after {seconds:g} seconds"
     except KeyboardInterrupt:
         raise
+    except SyntaxError as error:
+        if any(line.lstrip().startswith(("%", "!")) for line in cell.source.splitlines()):
+            return "its cell holds a magic (a line that begins with % or !), and that isn't Python: take it out, and save"
+        return _in_a_line(error)
     except BaseException as error:  # the learner's code: anything, SystemExit too
         return _in_a_line(error)
     return ""
