@@ -34,7 +34,7 @@ class Source:
             edge = "#d55e00" if number in self.marked else "transparent"
             ground = ";background:rgba(213,94,0,.13)" if number in self.marked else ""
             rows.append(f'<span style="display:block;border-left:4px solid {edge};padding-left:8px{ground}">{body or " "}</span>')
-        frame = "overflow-x:auto;line-height:1.35;font-size:var(--jp-code-font-size,13px)"
+        frame = "font-family:var(--jp-code-font-family,monospace);overflow-x:auto;line-height:1.35;font-size:var(--jp-code-font-size,13px)"
         html = f'<div style="opacity:.7;font-size:smaller">{escape(self.title)}</div><pre style="{frame}">{"".join(rows)}</pre>'
         return {"text/html": html, "text/plain": str(self)}
 
