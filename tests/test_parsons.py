@@ -74,7 +74,7 @@ def test_the_buttons_move_the_chosen_line_and_keep_it_chosen():
     pytest.importorskip("ipywidgets")
     puzzle = small()
     _look, lines, buttons, say = puzzle.widget().children
-    up, down, typed, ask = buttons.children
+    up, down, _typed, ask = buttons.children
     lines.value = "A"
     down.click()
     down.click()
@@ -95,7 +95,7 @@ def test_an_order_can_be_typed():
     pytest.importorskip("ipywidgets")
     puzzle = small()
     _look, lines, buttons, say = puzzle.widget().children
-    _up, down, typed, ask = buttons.children
+    _up, down, typed, _ask = buttons.children
     assert typed.value == "ABC"
     typed.value = "bca"
     assert puzzle.is_solved and typed.value == "BCA"

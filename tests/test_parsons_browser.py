@@ -4,12 +4,17 @@ import pytest
 
 lab = pytest.importorskip("test_lab_browser", reason="it drives the browser")
 browser, opened, server = lab.browser, lab.opened, lab.server
-lab.NOTEBOOKS["parsons.ipynb"] = ["from course_lib.checks.lesson_08 import three_budgets\npuzzle = three_budgets()\npuzzle", "puzzle.order"]
+lab.NOTEBOOKS["parsons.ipynb"] = [
+    "from course_lib.checks.lesson_08 import three_budgets\npuzzle = three_budgets()\npuzzle",
+    "puzzle.order",
+]
 STATUS = ".jp-OutputArea [role=status]"
 
 
 def says(page, words):
-    page.wait_for_function("([place, words]) => document.querySelector(place)?.textContent.includes(words)", arg=[STATUS, words])
+    page.wait_for_function(
+        "([place, words]) => document.querySelector(place)?.textContent.includes(words)", arg=[STATUS, words]
+    )
     return page.locator(STATUS).inner_text()
 
 
@@ -47,5 +52,4 @@ def test_the_puzzle_is_solved_with_the_keyboard_and_with_the_mouse(opened):
     page.get_by_role("button", name="Check", exact=True).click()
     asked = says(page, "Look at line")
     assert "line G" in asked and "Were its blocks" not in asked
-    page.screenshot(path="/tmp/w/l89/parsons.png")
     assert notebook.num_cells() == cells, "a key went to the notebook"

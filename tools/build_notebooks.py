@@ -17,6 +17,9 @@ they are until some code of their notebook changes.
 An exercise is five cells, by name: task-NN-k (Markdown), your-NN-k (its body between "### BEGIN SOLUTION" and
 "### END SOLUTION"), check-NN-k, hints-NN-k (three of them, folded), run-NN-k (tagged needs-your-code). A cell "set-up"
 comes first. In the stub, what stands between the markers becomes `raise NotDone("NN.k name")`.
+
+The capstone, 99_name.py, has no exercises of its own: it runs the parts that lie beside it. It is built last, the
+learner's without being run.
 """
 
 import argparse
@@ -55,6 +58,7 @@ NOTE_FOR_WORK = ("<small>Built from `{source}`. This notebook is yours to work i
                  "never overwrites it.</small>")
 YOURS = "needs-your-code"  # the tag of a cell that fails as long as an exercise isn't done
 STUBBED = re.compile(r"^([ \t]*)### (BEGIN|END) SOLUTION[ \t]*$")
+CAPSTONE = "99"  # the lesson whose notebook has no exercises of its own
 ALMOST = re.compile(r"#\s*(BEGIN|END)\s+SOLUTION", re.IGNORECASE)
 
 # What a code cell must not contain, and why.
@@ -306,10 +310,10 @@ def read_source(source, label, kind=LESSONS):
         found.append("the first cell must be Markdown, with the title")
     found += [f"the name {name} is used twice" for name in sorted(set(names)) if names.count(name) > 1]
     found += [f"cell {name}: {problem}" for name, cell in zip(names, nb.cells) for problem in cell_problems(cell)]
-    if kind.has_exercises:
+    if kind.has_exercises and source.stem[:2] != CAPSTONE:
         found += exercise_problems(nb, names, source.stem[:2])
     else:
-        found += [f"cell {name}: a lesson has no solution markers" for name, cell in zip(names, nb.cells) if ALMOST.search(cell.source)]
+        found += [f"cell {name}: solution markers have no meaning here" for name, cell in zip(names, nb.cells) if ALMOST.search(cell.source)]
     if found:
         raise BuildError("\n  ".join([f"{label}: not built", *found]))
     for cell, name in zip(nb.cells, names):

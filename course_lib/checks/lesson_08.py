@@ -18,7 +18,15 @@ ROOMY = {"free_blocks": 99, "max_chunk": 32, "block_size": 16}
 @length.test("a short rest goes in whole")
 def _(chunk_length):
     expect(chunk_length, remaining=5, cached=0, tokens_left=64, **ROOMY, gives=5, saying="the 5 tokens that remain")
-    expect(chunk_length, remaining=7, cached=64, tokens_left=64, **ROOMY, gives=7, saying="the 7 tokens that remain, wherever they begin")
+    expect(
+        chunk_length,
+        remaining=7,
+        cached=64,
+        tokens_left=64,
+        **ROOMY,
+        gives=7,
+        saying="the 7 tokens that remain, wherever they begin",
+    )
 
 
 @length.test("never more than the chunk size")
@@ -29,12 +37,25 @@ def _(chunk_length):
 @length.test("never more than what is left of the step", concept="C3")
 def _(chunk_length):
     got = chunk_length(remaining=100, cached=0, tokens_left=24, **ROOMY)
-    require(got <= 24, "no more tokens than the budget still has", given="remaining=100, tokens_left=24, max_chunk=32", got=f"returned {shown(got)}")
+    require(
+        got <= 24,
+        "no more tokens than the budget still has",
+        given="remaining=100, tokens_left=24, max_chunk=32",
+        got=f"returned {shown(got)}",
+    )
 
 
 @length.test("a prompt longer than what is left gets a piece of it", concept="C8")
 def _(chunk_length):
-    expect(chunk_length, remaining=100, cached=0, tokens_left=24, **ROOMY, gives=24, saying="what is left of the budget is used")
+    expect(
+        chunk_length,
+        remaining=100,
+        cached=0,
+        tokens_left=24,
+        **ROOMY,
+        gives=24,
+        saying="what is left of the budget is used",
+    )
     expect(chunk_length, remaining=30, cached=70, tokens_left=1, **ROOMY, gives=1, saying="one token is a chunk, too")
 
 
@@ -47,17 +68,67 @@ def _(chunk_length):
 @length.test("the free part of the last block counts", concept="C10")
 def _(chunk_length):
     roomless = {"free_blocks": 0, "max_chunk": 32, "block_size": 16}
-    expect(chunk_length, remaining=5, cached=8, tokens_left=64, **roomless, gives=5, saying="they fit into the block that it holds")
-    expect(chunk_length, remaining=24, cached=8, tokens_left=64, **(roomless | {"free_blocks": 1}), gives=24, saying="8 slots are there, and one new block is free")
-    expect(chunk_length, remaining=256, cached=264, tokens_left=999, free_blocks=16, max_chunk=256, block_size=16, gives=256, saying="the worked number above: 16 new blocks, and 16 are free")
+    expect(
+        chunk_length,
+        remaining=5,
+        cached=8,
+        tokens_left=64,
+        **roomless,
+        gives=5,
+        saying="they fit into the block that it holds",
+    )
+    expect(
+        chunk_length,
+        remaining=24,
+        cached=8,
+        tokens_left=64,
+        **(roomless | {"free_blocks": 1}),
+        gives=24,
+        saying="8 slots are there, and one new block is free",
+    )
+    expect(
+        chunk_length,
+        remaining=256,
+        cached=264,
+        tokens_left=999,
+        free_blocks=16,
+        max_chunk=256,
+        block_size=16,
+        gives=256,
+        saying="the worked number above: 16 new blocks, and 16 are free",
+    )
 
 
 @length.test("a chunk whose blocks aren't free isn't scheduled", concept="C9")
 def _(chunk_length):
     roomless = {"free_blocks": 0, "max_chunk": 32, "block_size": 16}
-    expect(chunk_length, remaining=5, cached=16, tokens_left=64, **roomless, gives=0, saying="its blocks are full and none is free")
-    expect(chunk_length, remaining=32, cached=0, tokens_left=64, **(roomless | {"free_blocks": 1}), gives=0, saying="two new blocks are needed and one is free: nothing in this step, not even a shorter chunk")
-    expect(chunk_length, remaining=25, cached=8, tokens_left=64, **(roomless | {"free_blocks": 1}), gives=0, saying="the 25th token needs a second new block")
+    expect(
+        chunk_length,
+        remaining=5,
+        cached=16,
+        tokens_left=64,
+        **roomless,
+        gives=0,
+        saying="its blocks are full and none is free",
+    )
+    expect(
+        chunk_length,
+        remaining=32,
+        cached=0,
+        tokens_left=64,
+        **(roomless | {"free_blocks": 1}),
+        gives=0,
+        saying="two new blocks are needed and one is free: nothing in this step, not even a shorter chunk",
+    )
+    expect(
+        chunk_length,
+        remaining=25,
+        cached=8,
+        tokens_left=64,
+        **(roomless | {"free_blocks": 1}),
+        gives=0,
+        saying="the 25th token needs a second new block",
+    )
 
 
 # ---- 08.2 -----------------------------------------------------------------------------------------
@@ -65,7 +136,17 @@ def _(chunk_length):
 steps = Exercise("08.2", "MyScheduler", "One step, three budgets")
 
 
-def at_work(scheduler: type, *, budget: int = 64, chunk: int = 64, seqs: int = 8, blocks: int = 64, running=(), prefilling=(), waiting=()):
+def at_work(
+    scheduler: type,
+    *,
+    budget: int = 64,
+    chunk: int = 64,
+    seqs: int = 8,
+    blocks: int = 64,
+    running=(),
+    prefilling=(),
+    waiting=(),
+):
     """A scheduler in the middle of its work. running: (name, prompt); prefilling: (name, prompt, cached); waiting: (name, prompt)."""
     config = EngineConfig(num_blocks=blocks, max_num_batched_tokens=budget, max_prefill_chunk_size=chunk, max_num_seqs=seqs,
                           enable_prefix_caching=False, kv_watermark=0.0)  # fmt: skip
@@ -91,7 +172,13 @@ def in_words(made) -> str:
              f"{config.max_num_seqs} sequences, {made.block_manager.num_free} of {made.block_manager.num_blocks} blocks free"]  # fmt: skip
     for name, queue in (("RUNNING", made.running), ("PREFILLING", made.prefilling), ("WAITING", made.waiting)):
         if queue:
-            parts.append(f"{name}: " + ", ".join(f"{s.request_id} ({s.cached_token_count} of {len(s.prompt_token_ids)} prompt tokens cached)" for s in queue))
+            parts.append(
+                f"{name}: "
+                + ", ".join(
+                    f"{s.request_id} ({s.cached_token_count} of {len(s.prompt_token_ids)} prompt tokens cached)"
+                    for s in queue
+                )
+            )
     return "\n".join(parts)
 
 
@@ -103,12 +190,16 @@ class Step:
         queues = [[s.request_id for s in queue] for queue in (made.running, made.prefilling, made.waiting)]
         out = made.schedule()
         chunks = getattr(out, "chunks", None)
-        require(chunks is not None, "schedule() returns the SchedulerOutput", given=self.given, got=f"returned {shown(out)}")
+        require(
+            chunks is not None, "schedule() returns the SchedulerOutput", given=self.given, got=f"returned {shown(out)}"
+        )
         self.tokens = {chunk[0].request_id: chunk[2] for chunk in chunks}
         self.got = "scheduled " + (", ".join(f"{chunk[0].request_id}: {chunk[2]}" for chunk in chunks) or "nothing")
         self.total = sum(chunk[2] for chunk in chunks)
         after = [[s.request_id for s in queue] for queue in (made.running, made.prefilling, made.waiting)]
-        self.require(after == queues, "the queues are as they were: the engine moves requests, after the forward pass", "C13")
+        self.require(
+            after == queues, "the queues are as they were: the engine moves requests, after the forward pass", "C13"
+        )
         self.require(all(chunk[2] > 0 for chunk in chunks), "a chunk has at least one token", "C17")
         self.require(len(self.tokens) == len(chunks), "one chunk a request", None)
         for sequence, start, size, *_ in chunks:
@@ -134,6 +225,8 @@ def _(scheduler):
     step.require(step.total <= 48, "at most 48 tokens in the step", "C3")
     step = Step(at_work(scheduler, budget=48, running=[("A", 20)], waiting=[("B", 100)]))
     step.require(step.total <= 48, "at most 48 tokens in the step, A's among them", "C3")
+    step = Step(at_work(scheduler, waiting=[("A", 40), ("B", 40)]))
+    step.require(step.total <= 64, "at most 64 tokens in the step: two prompts of 40 are more", "C4")
 
 
 @steps.test("a prompt above the budget is begun", concept="C8")
@@ -216,7 +309,9 @@ def _(scheduler):
 @steps.test("a whole run in the engine: everybody gets their tokens")
 def _(scheduler):
     runner = FakeRunner()
-    config = EngineConfig(num_blocks=64, max_num_batched_tokens=40, max_prefill_chunk_size=25, max_num_seqs=4, enable_prefix_caching=False)
+    config = EngineConfig(
+        num_blocks=64, max_num_batched_tokens=40, max_prefill_chunk_size=25, max_num_seqs=4, enable_prefix_caching=False
+    )
     engine = Engine(runner, config, scheduler=scheduler)
     prompts = {f"r{number}": [number] * prompt for number, prompt in enumerate((5, 130, 40, 16, 33, 70))}
     for name, prompt in prompts.items():
@@ -230,7 +325,11 @@ def _(scheduler):
             break
     for name, prompt in prompts.items():
         if tokens.get(name) != runner.solo(prompt, 6):
-            raise Wrong("the tokens that the request gets when it's alone", given=f"six requests in the engine; {name} has {len(prompt)} prompt tokens", got=f"{name} got {shown(tokens.get(name))}")
+            raise Wrong(
+                "the tokens that the request gets when it's alone",
+                given=f"six requests in the engine; {name} has {len(prompt)} prompt tokens",
+                got=f"{name} got {shown(tokens.get(name))}",
+            )
 
 
 @steps.cost("what one leaves of the budget, the next can use", concept="C11")
@@ -257,7 +356,9 @@ def names(got) -> str:
     return "".join(sorted(sequence.request_id for sequence in got))
 
 
-def expect_turn(choose_decodes, last_steps, gives: str, saying: str, *, budget: int = 8, share: float = 0.5, prefill_waits: bool = True) -> None:
+def expect_turn(
+    choose_decodes, last_steps, gives: str, saying: str, *, budget: int = 8, share: float = 0.5, prefill_waits: bool = True
+) -> None:
     got = names(choose_decodes(readers(*last_steps), prefill_waits, budget, share))
     given = f"running A, B, C … with last_step {list(last_steps)}, prefill_waits={prefill_waits}, budget={budget}, share={share}"
     require(got == gives, saying, given=given, got=f"chose {', '.join(got) or 'nobody'}")
@@ -272,7 +373,12 @@ def _(choose_decodes):
 @turns.test("no more than the share of the budget")
 def _(choose_decodes):
     got = choose_decodes(readers(4, 4, 4, 4, 4, 4), True, 8, 0.5)
-    require(len(list(got)) == 4, "four of six: half of a budget of 8", given="six run, budget=8, share=0.5", got=f"chose {names(got)}")
+    require(
+        len(list(got)) == 4,
+        "four of six: half of a budget of 8",
+        given="six run, budget=8, share=0.5",
+        got=f"chose {names(got)}",
+    )
 
 
 @turns.test("those left out come first the next time", concept="C1")
@@ -300,12 +406,19 @@ def _(choose_decodes):
             if sequence.request_id in chosen:
                 sequence.last_step = step
         late = [sequence.request_id for sequence in running if step - sequence.last_step >= 3]
-        require(not late, "seven run and three get a token in each step: each has one in every three steps", given=f"{step} steps of them", got=f"{', '.join(late)} got none in the last three")
+        require(
+            not late,
+            "seven run and three get a token in each step: each has one in every three steps",
+            given=f"{step} steps of them",
+            got=f"{', '.join(late)} got none in the last three",
+        )
 
 
 @turns.cost("no cap when no prefill waits", concept="C11")
 def _(choose_decodes):
-    expect_turn(choose_decodes, [4, 4, 4, 4, 4, 4], "ABCDEF", "nobody else wants the rest of the budget", prefill_waits=False)
+    expect_turn(
+        choose_decodes, [4, 4, 4, 4, 4, 4], "ABCDEF", "nobody else wants the rest of the budget", prefill_waits=False
+    )
 
 
 # ---- the puzzle of the lesson ---------------------------------------------------------------------
@@ -338,6 +451,9 @@ def three_budgets():
         ("E", "B", "A newcomer is in the step now. Was a seat free for it?"),
         ("J", "B", "What does it put into the step when no token is left?"),
         ("A", "B", "The chunk is in the step now. Were its blocks free?"),
-        *[(letter, "G", "Does everything that it takes away go to a chunk that is sure to be computed?") for letter in "EJA"],
+        *[
+            (letter, "G", "Does everything that it takes away go to a chunk that is sure to be computed?")
+            for letter in "EJA"
+        ],
     ]
     return Parsons(lines, rules, "Put the lines in order: they plan one step with three budgets.")

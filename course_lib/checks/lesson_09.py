@@ -16,7 +16,12 @@ chain = Exercise("09.1", "block_hashes", "A hash for each full block")
 
 def hashes(block_hashes, token_ids, salt=None) -> list:
     got = block_hashes(list(token_ids), 4) if salt is None else block_hashes(list(token_ids), 4, salt)
-    require(hasattr(got, "__len__"), "a list with one hash per full block", given=f"block_hashes({token_ids}, 4)", got=f"returned {shown(got)}")
+    require(
+        hasattr(got, "__len__"),
+        "a list with one hash per full block",
+        given=f"block_hashes({token_ids}, 4)",
+        got=f"returned {shown(got)}",
+    )
     return list(got)
 
 
@@ -24,7 +29,12 @@ def hashes(block_hashes, token_ids, salt=None) -> list:
 def _(block_hashes):
     for tokens, count in ((A + B, 2), (A + B + [31], 2), (A, 1), ([11, 12, 13], 0), ([], 0)):
         got = hashes(block_hashes, tokens)
-        require(len(got) == count, f"{count} hashes: a block that isn't full has none", given=f"{len(tokens)} tokens, block_size=4", got=f"returned {len(got)} of them")
+        require(
+            len(got) == count,
+            f"{count} hashes: a block that isn't full has none",
+            given=f"{len(tokens)} tokens, block_size=4",
+            got=f"returned {len(got)} of them",
+        )
 
 
 @chain.test("the same tokens, the same hashes")
@@ -32,42 +42,89 @@ def _(block_hashes):
     given = "block_hashes(tokens, 4), twice"
     require(hashes(block_hashes, A + B) == hashes(block_hashes, A + B), "equal both times", given=given)
     short, long = hashes(block_hashes, A + B), hashes(block_hashes, A + B + C)
-    require(short == long[:2], "a longer prompt begins with the hashes of its beginning", given="8 tokens, and 12 that begin with them")
-    require(hashes(block_hashes, A) == hashes(block_hashes, tuple(A)), "a tuple of tokens is as good as a list", given="a list, a tuple")
+    require(
+        short == long[:2],
+        "a longer prompt begins with the hashes of its beginning",
+        given="8 tokens, and 12 that begin with them",
+    )
+    require(
+        hashes(block_hashes, A) == hashes(block_hashes, tuple(A)),
+        "a tuple of tokens is as good as a list",
+        given="a list, a tuple",
+    )
 
 
 @chain.test("other tokens, another hash")
 def _(block_hashes):
     for other in (B, [11, 12, 13, 99], [12, 11, 13, 14]):
-        require(hashes(block_hashes, A) != hashes(block_hashes, other), "different hashes", given=f"tokens {A} and tokens {other}")
+        require(
+            hashes(block_hashes, A) != hashes(block_hashes, other),
+            "different hashes",
+            given=f"tokens {A} and tokens {other}",
+        )
 
 
 @chain.test("the same block behind another one is another block", concept="X2")
 def _(block_hashes):
     first, second = hashes(block_hashes, A + C), hashes(block_hashes, B + C)
-    require(first[1] != second[1], "different hashes for the second block: its K/V differs", given=f"{A + C} and {B + C}", got="the second hashes are equal")
+    require(
+        first[1] != second[1],
+        "different hashes for the second block: its K/V differs",
+        given=f"{A + C} and {B + C}",
+        got="the second hashes are equal",
+    )
     twice = hashes(block_hashes, A + A)
-    require(twice[0] != twice[1], "different hashes for the first and the second block", given=f"{A + A}", got="the two hashes are equal")
+    require(
+        twice[0] != twice[1],
+        "different hashes for the first and the second block",
+        given=f"{A + A}",
+        got="the two hashes are equal",
+    )
 
 
 @chain.test("all that came before counts, not only the block before", concept="X2")
 def _(block_hashes):
     first, second = hashes(block_hashes, A + B + C), hashes(block_hashes, C + B + C)
-    require(first[2] != second[2], "different hashes for the third block: the first ones differ", given=f"{A + B + C} and {C + B + C}", got="the third hashes are equal")
+    require(
+        first[2] != second[2],
+        "different hashes for the third block: the first ones differ",
+        given=f"{A + B + C} and {C + B + C}",
+        got="the third hashes are equal",
+    )
 
 
 @chain.test("the order of what came before counts", concept="X2")
 def _(block_hashes):
     first, second = hashes(block_hashes, A + B + C), hashes(block_hashes, B + A + C)
-    require(first[2] != second[2], "different hashes for the third block", given=f"{A + B + C} and {B + A + C}", got="the third hashes are equal")
-    require(first[1] != second[1], "different hashes for the second block", given=f"{A + B} and {B + A}", got="the second hashes are equal")
+    require(
+        first[2] != second[2],
+        "different hashes for the third block",
+        given=f"{A + B + C} and {B + A + C}",
+        got="the third hashes are equal",
+    )
+    require(
+        first[1] != second[1],
+        "different hashes for the second block",
+        given=f"{A + B} and {B + A}",
+        got="the second hashes are equal",
+    )
 
 
 @chain.test("another salt, other hashes", concept="X2")
 def _(block_hashes):
     plain, salted = hashes(block_hashes, A + B), hashes(block_hashes, A + B, "Ana")
-    require(plain[0] != salted[0], "the salt belongs to what came before the first block", given="no salt, and salt='Ana'", got="the first hashes are equal")
-    require(plain[1] != salted[1], "what is behind the first block is behind the salt", given="no salt, and salt='Ana'", got="the second hashes are equal")
+    require(
+        plain[0] != salted[0],
+        "the salt belongs to what came before the first block",
+        given="no salt, and salt='Ana'",
+        got="the first hashes are equal",
+    )
+    require(
+        plain[1] != salted[1],
+        "what is behind the first block is behind the salt",
+        given="no salt, and salt='Ana'",
+        got="the second hashes are equal",
+    )
     require(salted != hashes(block_hashes, A + B, "Ben"), "another salt, other hashes", given="salt='Ana' and salt='Ben'")
     require(salted == hashes(block_hashes, A + B, "Ana"), "the same salt, the same hashes", given="salt='Ana', twice")
 
@@ -98,17 +155,38 @@ class Lookup:
         return self.collides
 
     def __repr__(self) -> str:
-        return f"lookup in a cache of {len(self.entries)} blocks" + (", one with a hash that others have too" if self.collides else "")
+        return f"lookup in a cache of {len(self.entries)} blocks" + (
+            ", one with a hash that others have too" if self.collides else ""
+        )
 
 
 def expect_match(match_prefix, token_ids, lookup, blocks, start, saying: str, concept: str | None = None) -> None:
     got = match_prefix(list(token_ids), lookup, 4)
     given = f"match_prefix({token_ids}, {lookup!r}, block_size=4)"
-    require(hasattr(got, "__len__") and len(got) == 2, "two things: the blocks, and the positions left to compute", given=given, got=f"returned {shown(got)}")
+    require(
+        hasattr(got, "__len__") and len(got) == 2,
+        "two things: the blocks, and the positions left to compute",
+        given=given,
+        got=f"returned {shown(got)}",
+    )
     got_blocks, positions = list(got[0]), list(got[1])
-    require([int(block) for block in got_blocks] == blocks, saying, given=given, got=f"returned the blocks {shown(got_blocks)}", concept=concept)
-    say = f"the tokens that are left have the positions that they have in the whole prompt: {len(token_ids) - start} of them"
-    require([int(p) for p in positions] == list(range(start, len(token_ids))), say, given=given, got=f"returned the positions {shown(positions)}", concept="P5")
+    require(
+        [int(block) for block in got_blocks] == blocks,
+        saying,
+        given=given,
+        got=f"returned the blocks {shown(got_blocks)}",
+        concept=concept,
+    )
+    say = (
+        f"the tokens that are left have the positions that they have in the whole prompt: {len(token_ids) - start} of them"
+    )
+    require(
+        [int(p) for p in positions] == list(range(start, len(token_ids))),
+        say,
+        given=given,
+        got=f"returned the positions {shown(positions)}",
+        concept="P5",
+    )
 
 
 @matching.test("an empty cache")
@@ -118,12 +196,16 @@ def _(match_prefix):
 
 @matching.test("a cached beginning")
 def _(match_prefix):
-    expect_match(match_prefix, [*A, *B, 1], Lookup(cached(A, B)), [70, 71], 8, "the two blocks that hold the first 8 tokens")
+    expect_match(
+        match_prefix, [*A, *B, 1], Lookup(cached(A, B)), [70, 71], 8, "the two blocks that hold the first 8 tokens"
+    )
 
 
 @matching.test("full blocks only")
 def _(match_prefix):
-    expect_match(match_prefix, [*A, 21, 22, 23], Lookup(cached(A, B)), [70], 4, "one block: the second is not filled by this prompt")
+    expect_match(
+        match_prefix, [*A, 21, 22, 23], Lookup(cached(A, B)), [70], 4, "one block: the second is not filled by this prompt"
+    )
     expect_match(match_prefix, [11, 12, 13], Lookup(cached(A, B)), [], 0, "no block is filled by three tokens")
 
 
@@ -143,22 +225,52 @@ def _(match_prefix):
 def _(match_prefix):
     other = cached(B)
     other.append(Entry(9, None, tuple(C), None, 90))  # C as the first block of a prompt
-    expect_match(match_prefix, [*A, *B, *C, 1], Lookup(cached(A), other), [70], 4, "what comes behind a miss has another past")
+    expect_match(
+        match_prefix, [*A, *B, *C, 1], Lookup(cached(A), other), [70], 4, "what comes behind a miss has another past"
+    )
 
 
 @matching.test("two blocks with one hash: the tokens are compared", concept="X6")
 def _(match_prefix):
     prefix = cached(A, B)
-    expect_match(match_prefix, [*C, 1], Lookup(prefix, collides=prefix[0]), [], 0, "the cache gives an entry with other tokens: it's no hit")
-    expect_match(match_prefix, [*A, *C, 1], Lookup(prefix, collides=prefix[1]), [70], 4, "the cache gives an entry with other tokens: it's no hit")
+    expect_match(
+        match_prefix,
+        [*C, 1],
+        Lookup(prefix, collides=prefix[0]),
+        [],
+        0,
+        "the cache gives an entry with other tokens: it's no hit",
+    )
+    expect_match(
+        match_prefix,
+        [*A, *C, 1],
+        Lookup(prefix, collides=prefix[1]),
+        [70],
+        4,
+        "the cache gives an entry with other tokens: it's no hit",
+    )
 
 
 @matching.test("two blocks with one hash: what came before is compared", concept="X6")
 def _(match_prefix):
     prefix = cached(A, B)
-    expect_match(match_prefix, [*B, 1], Lookup(prefix, collides=prefix[1]), [], 0, "those tokens are cached, but behind another block: it's no hit")
+    expect_match(
+        match_prefix,
+        [*B, 1],
+        Lookup(prefix, collides=prefix[1]),
+        [],
+        0,
+        "those tokens are cached, but behind another block: it's no hit",
+    )
     other = cached(C)
-    expect_match(match_prefix, [*C, *B, 1], Lookup(prefix, other, collides=prefix[1]), [70], 4, "those tokens are cached, but behind another block: it's no hit")
+    expect_match(
+        match_prefix,
+        [*C, *B, 1],
+        Lookup(prefix, other, collides=prefix[1]),
+        [70],
+        4,
+        "those tokens are cached, but behind another block: it's no hit",
+    )
 
 
 # ---- 09.3 -----------------------------------------------------------------------------------------
@@ -179,7 +291,12 @@ def filled(shared_blocks: type, num_blocks: int, *keys: str):
 def _(shared_blocks):
     pool = shared_blocks(3)
     got = [pool.take("k1"), pool.take("k2"), pool.take(None)]
-    require(sorted(got) == [0, 1, 2], "three different blocks of the three", given="take, three times, from 3 blocks", got=f"took {shown(got)}")
+    require(
+        sorted(got) == [0, 1, 2],
+        "three different blocks of the three",
+        given="take, three times, from 3 blocks",
+        got=f"took {shown(got)}",
+    )
     got = pool.take("k4")
     require(got is None, "None: all are held", given="take, four times, from 3 blocks", got=f"the fourth is {shown(got)}")
 
@@ -200,7 +317,12 @@ def _(shared_blocks):
     require(got is None, "None: nothing has been computed yet", given="take('k1'), find('k1')", got=f"found {shown(got)}")
     pool.filled(block)
     got = pool.find("k1")
-    require(got == block, "the block, now that it's filled", given="take('k1'), filled(block), find('k1')", got=f"found {shown(got)}")
+    require(
+        got == block,
+        "the block, now that it's filled",
+        given="take('k1'), filled(block), find('k1')",
+        got=f"found {shown(got)}",
+    )
     got = pool.find("k2")
     require(got is None, "None: no such block", given="take('k1'), filled(block), find('k2')", got=f"found {shown(got)}")
 
@@ -209,17 +331,32 @@ def _(shared_blocks):
 def _(shared_blocks):
     pool, table = filled(shared_blocks, 1, "k1")
     pool.give_back(table)
-    require(pool.find("k1") == table[0], "the block: what is in it is still true", given="1 block: take('k1'), filled, give_back, find('k1')", got=f"found {shown(pool.find('k1'))}")
+    require(
+        pool.find("k1") == table[0],
+        "the block: what is in it is still true",
+        given="1 block: take('k1'), filled, give_back, find('k1')",
+        got=f"found {shown(pool.find('k1'))}",
+    )
     pool.take("k2")
     got = pool.find("k1")
-    require(got is None, "None: the block is going to hold something else", given="1 block: take('k1'), filled, give_back, take('k2'), find('k1')", got=f"found {shown(got)}")
+    require(
+        got is None,
+        "None: the block is going to hold something else",
+        given="1 block: take('k1'), filled, give_back, take('k2'), find('k1')",
+        got=f"found {shown(got)}",
+    )
 
 
 @sharing.test("a block without a key is never found", concept="X5")
 def _(shared_blocks):
     pool, _table = filled(shared_blocks, 2, None)
     got = pool.find(None)
-    require(got is None, "None: nobody knew what was going to be in it", given="take(None), filled, find(None)", got=f"found {shown(got)}")
+    require(
+        got is None,
+        "None: nobody knew what was going to be in it",
+        given="take(None), filled, find(None)",
+        got=f"found {shown(got)}",
+    )
 
 
 @sharing.test("two holders, one of them leaves", concept="X4")
@@ -228,10 +365,20 @@ def _(shared_blocks):
     pool.share(table[0])
     pool.give_back(table)
     got = pool.take("k2")
-    require(got is None, "None: the second holder still reads it", given="1 block: take, filled, share, give_back by the first holder, take", got=f"took {shown(got)}")
+    require(
+        got is None,
+        "None: the second holder still reads it",
+        given="1 block: take, filled, share, give_back by the first holder, take",
+        got=f"took {shown(got)}",
+    )
     pool.give_back(table)
     got = pool.take("k2")
-    require(got == table[0], "the block: both have given it back", given="the same, and give_back by the second holder", got=f"took {shown(got)}")
+    require(
+        got == table[0],
+        "the block: both have given it back",
+        given="the same, and give_back by the second holder",
+        got=f"took {shown(got)}",
+    )
 
 
 @sharing.test("a hit on a block that nobody holds", concept="X4")
@@ -240,7 +387,12 @@ def _(shared_blocks):
     pool.give_back(table)
     pool.share(table[0])
     got = pool.take("k2")
-    require(got is None, "None: it's held again", given="1 block: take, filled, give_back, share, take", got=f"took {shown(got)}")
+    require(
+        got is None,
+        "None: it's held again",
+        given="1 block: take, filled, give_back, share, take",
+        got=f"took {shown(got)}",
+    )
 
 
 @sharing.test("two requests that computed the same block at the same time", concept="X5")
@@ -250,7 +402,12 @@ def _(shared_blocks):
     pool.give_back([table[1]])
     first = pool.take("k2")
     got = pool.find("k1")
-    require(got in (None, table[1 - table.index(first)]), "the other block or none, never the one that was taken", given="2 blocks: take('k1') twice, filled both, give_back both, take('k2'), find('k1')", got=f"found {shown(got)}")
+    require(
+        got in (None, table[1 - table.index(first)]),
+        "the other block or none, never the one that was taken",
+        given="2 blocks: take('k1') twice, filled both, give_back both, take('k2'), find('k1')",
+        got=f"found {shown(got)}",
+    )
     pool.take("k3")
     got = pool.find("k1")
     require(got is None, "None: both were overwritten", given="the same, take('k3'), find('k1')", got=f"found {shown(got)}")
@@ -262,7 +419,12 @@ def _(shared_blocks):
     pool.give_back(table)
     pool.take("new")
     kept = [key for key in ("k1", "k2", "k3") if pool.find(key) is not None]
-    require(kept == ["k1", "k2"], "k3 is lost: without k1 nobody could use it anyway", given="3 blocks k1, k2, k3 of one prompt, given back; one is taken", got=f"still found: {', '.join(kept)}")
+    require(
+        kept == ["k1", "k2"],
+        "k3 is lost: without k1 nobody could use it anyway",
+        given="3 blocks k1, k2, k3 of one prompt, given back; one is taken",
+        got=f"still found: {', '.join(kept)}",
+    )
 
 
 @sharing.cost("the one that was idle longest goes first", concept="X10")
@@ -274,7 +436,12 @@ def _(shared_blocks):
     pool.give_back([table[0]])
     pool.take("new")
     kept = [key for key in ("k1", "k2") if pool.find(key) is not None]
-    require(kept == ["k1"], "k2 is lost: k1 was used after it", given="2 blocks given back, k1 then k2; k1 is hit and given back; one is taken", got=f"still found: {', '.join(kept)}")
+    require(
+        kept == ["k1"],
+        "k2 is lost: k1 was used after it",
+        given="2 blocks given back, k1 then k2; k1 is hit and given back; one is taken",
+        got=f"still found: {', '.join(kept)}",
+    )
 
 
 # ---- the parts in the engine ----------------------------------------------------------------------
@@ -341,7 +508,11 @@ class _OnSharedBlocks(BlockManager):
         return len(self._idle_and_found())
 
     def _idle_and_found(self) -> set[int]:
-        return {block for block, key in self._keys.items() if not self.ref_counts[block] and key is not None and self.pool.find(key) == block}
+        return {
+            block
+            for block, key in self._keys.items()
+            if not self.ref_counts[block] and key is not None and self.pool.find(key) == block
+        }
 
     def _key(self, sequence, index: int):
         """The chained hash of a block of known tokens; None if it will hold tokens that nobody knows yet."""
@@ -399,7 +570,9 @@ class _OnSharedBlocks(BlockManager):
 
     def drain_changes(self):
         kept = self._idle_and_found()
-        self._changes += [(block, "", -1) for block in sorted(self._kept - kept)] + [(block, "", 1) for block in sorted(kept - self._kept)]
+        self._changes += [(block, "", -1) for block in sorted(self._kept - kept)] + [
+            (block, "", 1) for block in sorted(kept - self._kept)
+        ]
         self._kept = kept
         return super().drain_changes()
 

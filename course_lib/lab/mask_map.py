@@ -17,7 +17,7 @@ def mask_map(mask, *, queries: Sequence, keys: Sequence, owners: Sequence[int] |
 
     queries, keys  what stands at the rows and above the columns: positions, for instance
     owners         for each key a colour from 0 to 4: which chunk or request wrote it; names: what the colours are
-    expected       the mask as it should be: cells that differ get a dark corner
+    expected       the mask as it should be: cells that differ get a mark in their corner
     tile           keys in a tile: a line between tiles, and hatching on those in which nobody may look
     """
     rows = _plain(mask)
@@ -75,7 +75,7 @@ def mask_map(mask, *, queries: Sequence, keys: Sequence, owners: Sequence[int] |
         edges = range(tile, len(keys), tile)
         svg.path("write", [box(left + edge * cell - 2, left + edge * cell, y - 4, len(rows) * cell + 8) for edge in edges])
     y += len(rows) * cell + 8
-    words = [f"dark corner: {plural(wrong, 'place')} that should be the other way round"] if wrong else []
+    words = [f"marked corner: {plural(wrong, 'place')} that should be the other way round"] if wrong else []
     words += ["hatched: tiles in which nobody may look, never loaded"] if skipped else []
     for line in wrapped(words, width - 2 * PAD):
         svg.text(PAD, y + 12, line)

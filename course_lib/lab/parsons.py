@@ -12,6 +12,7 @@ from __future__ import annotations
 from html import escape
 
 NO_BREAK = "\u00a0"
+STYLE = "<style>.lm-parsons select{font-family:var(--jp-code-font-family,monospace);line-height:1.5}</style>"
 
 
 class Parsons:
@@ -44,7 +45,11 @@ class Parsons:
     def _check_rules(self) -> None:
         left = dict.fromkeys(self.lines)
         while left:
-            free = [letter for letter in left if not any(later == letter and earlier in left for earlier, later, _ in self.rules)]
+            free = [
+                letter
+                for letter in left
+                if not any(later == letter and earlier in left for earlier, later, _ in self.rules)
+            ]
             if not free:
                 raise ValueError(f"no order keeps the rules between {', '.join(left)}")
             for letter in free:
@@ -97,7 +102,9 @@ class Parsons:
         if found is None:
             return "In order."
         letter, question = found
-        return f"Look at line {letter}, “{self.lines[letter].strip()}”, in place {self._order.index(letter) + 1}. {question}"
+        return (
+            f"Look at line {letter}, “{self.lines[letter].strip()}”, in place {self._order.index(letter) + 1}. {question}"
+        )
 
     # ---- as text ----------------------------------------------------------------------------------
 
@@ -140,11 +147,12 @@ class Parsons:
             self._typed = ipywidgets.Text(description="Order", continuous_update=False, layout={"width": "300px"},
                                           tooltip="The letters of the lines in the order that you want")  # fmt: skip
             self._typed.observe(self._on_typed, "value")
-            look = ipywidgets.HTML("<style>.lm-parsons select{font-family:var(--jp-code-font-family,monospace);line-height:1.5}</style>"
-                                   f"<div>{escape(self.title)}</div>")  # fmt: skip
+            look = ipywidgets.HTML(f"{STYLE}<div>{escape(self.title)}</div>")
             self._box = ipywidgets.VBox([look, self._list, ipywidgets.HBox([up, down, self._typed, ask]), self._say])
             self._refresh()
-            self._tell("Choose a line and move it. Or type the letters of all lines as their order, press Enter, Tab and Space.")
+            self._tell(
+                "Choose a line and move it. Or type the letters of all lines as their order, press Enter, Tab and Space."
+            )
         return self._box
 
     def _tell(self, words: str) -> None:

@@ -198,7 +198,7 @@ def _words(memory: Memory, follow: int | None) -> list[str]:
         parts.append("it is nowhere" if slot is None else f"it lies in block {slot // size}, slot {slot}")
     if memory.rewritten:
         lost = plural(len(memory.lost), "token")
-        parts.append(f"dark corner: {plural(len(memory.rewritten), 'slot')} written more than once, {lost} lost")
+        parts.append(f"marked corner: {plural(len(memory.rewritten), 'slot')} written more than once, {lost} lost")
     if memory.empty:
         parts.append(f"hatched: {plural(len(memory.empty), 'slot')} that will be read, never written")
     if memory.stray:

@@ -26,12 +26,12 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sample]:
     """
     raw, device = logits.float(), logits.device
     scores = penalise_repetition(raw, sequences)
-    best, tokens = scores.max(dim=-1)  # NaN where a row holds one
+    best, tokens = scores.max(dim=-1, keepdim=True)  # NaN where a row holds one
     drawing = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
     if drawing:
         rows = to_device({"rows": drawing}, device)["rows"]
-        tokens = tokens.index_copy(0, rows, draw(scores[rows], [sequences[row] for row in drawing]))
-    results = [best[:, None], tokens.float()[:, None]]  # a token id is below 2**24: float32 holds it exactly
+        tokens = tokens.index_copy(0, rows, draw(scores[rows], [sequences[row] for row in drawing])[:, None])
+    results = [best, tokens.float()]  # [R, 1] each; a token id is below 2**24: float32 holds it exactly
     asking = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
     if asking:
         most = min(max(sequences[row].params.logprobs for row in asking), raw.shape[-1])
@@ -122,10 +122,13 @@ def uniform_of(sequence: Sequence) -> float:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Log-probabilities of the chosen token and of the `most` likeliest ones, and the ids of those: [R, 1 + 2 × most]."""
+    """Log-probabilities of the chosen token and of the `most` likeliest ones, and the ids of those: [R, 1 + 2 × most].
+
+    tokens: the chosen ones, [R, 1].
+    """
     values = logits.log_softmax(dim=-1)
     top = values.topk(most)
-    return torch.cat((values.gather(-1, tokens[:, None]), top.values, top.indices.float()), dim=1)
+    return torch.cat((values.gather(-1, tokens), top.values, top.indices.float()), dim=1)
 
 
 def _as_dict(token: int, row: list[float], count: int | None) -> dict[int, float] | None:

@@ -11,17 +11,17 @@ from array import array
 
 import torch
 
-# Every list begins at a multiple of 16 bytes, two numbers: Triton compiles a kernel once for such addresses, and once more
-# for others.
-_ALIGNMENT = 2
-
 
 def pack(lists: dict[str, list[int]]) -> torch.Tensor:
-    """The lists one after another, int64, in the host's memory."""
+    """The lists one after another, int64, in the host's memory.
+
+    Each begins at a multiple of 16 bytes, two numbers: Triton compiles a kernel once for such addresses, and anew for others.
+    """
     numbers = array("q")
     for one in lists.values():
         numbers.fromlist(one)
-        numbers.fromlist([0] * (-len(one) % _ALIGNMENT))
+        if len(one) % 2:
+            numbers.append(0)
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
 
 
@@ -30,7 +30,7 @@ def unpack(buffer: torch.Tensor, lengths: dict[str, int]) -> dict[str, torch.Ten
     views, start = {}, 0
     for name, length in lengths.items():
         views[name] = buffer[start : start + length]
-        start += length + -length % _ALIGNMENT
+        start += length + length % 2
     return views
 
 

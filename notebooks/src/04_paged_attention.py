@@ -406,44 +406,44 @@ source(kernel, mark="out = ", first="# 5.", last="tl.store(output")
 import random
 
 from course_lib.batch import Batch
-from course_lib.model.attention import PagedContext
-from course_lib.model.attention.plan import Plan
+from course_lib.model.attention import BACKENDS, PagedContext
 from course_lib.model.kv_cache import KVCache
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, KV_HEADS, HEAD_DIM, NUM_BLOCKS = 4, 2, 16, 64
+gpu_or_cpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def random_case(sequences, seed=0):
-    """A batch of (context length, of which the last … are queries), its queries and its cache; free slots hold NaN."""
-    torch.manual_seed(seed)
-    blocks = random.Random(seed).sample(range(64), 64)
+def random_batch(requests):
+    """A batch with shuffled blocks. requests: (context length, of which the last … are queries)."""
+    blocks = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     tables, starts = [], [0]
-    for length, num_queries in sequences:
+    for length, num_queries in requests:
         tables.append([blocks.pop() for _ in range(-(-length // 16))])
         starts.append(starts[-1] + num_queries)
-    lens, total = [length for length, _ in sequences], starts[-1]
-    batch = Batch([0] * total, [0] * total, [0] * total, tables, lens, starts, [], [], [], block_size=16)
-    cache = KVCache(1, 64, 16, KV_HEADS, HEAD_DIM, torch.float64, torch.device("cpu"))
-    cache.poison(list(range(64)))
-    paged = PagedContext(batch, cache, None)
-    for s, length in enumerate(lens):
-        cache.k[0, paged.context_slots(s)] = torch.randn(length, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-        cache.v[0, paged.context_slots(s)] = torch.randn(length, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    return torch.randn(total, HEADS, HEAD_DIM, dtype=torch.float64), batch, paged
+    nothing, lens = [0] * starts[-1], [length for length, _ in requests]
+    return Batch(nothing, nothing, nothing, tables, lens, starts, [], [], [], block_size=16)
 
 
-query, batch, paged = random_case([(40, 40), (57, 20), (100, 1)])
-expected = attention.reference(query, 0, paged, HEAD_DIM**-0.5)
+def output_of(name, batch, dtype, device):
+    """The output of a backend: the same random numbers for every type and device, NaN in the free slots."""
+    torch.manual_seed(0)
+    cache = KVCache(1, NUM_BLOCKS, 16, KV_HEADS, HEAD_DIM, dtype, device)
+    cache.poison(range(NUM_BLOCKS))
+    paged = PagedContext(batch, cache, BACKENDS[name], HEADS)
+    for s, length in enumerate(batch.context_lens):
+        k, v = torch.randn(2, length, KV_HEADS, HEAD_DIM, dtype=torch.float64).to(device, dtype)
+        cache.k[0, paged.context_slots(s)], cache.v[0, paged.context_slots(s)] = k, v
+    query = torch.randn(batch.query_start_loc[-1], HEADS, HEAD_DIM, dtype=torch.float64).to(device, dtype)
+    return paged.attend(0, query, HEAD_DIM**-0.5).double().cpu()
+
+
+batch = random_batch([(40, 40), (57, 20), (100, 1)])
+expected = output_of("reference", batch, torch.float64, torch.device("cpu"))
 if HAS_TRITON:
-    from course_lib.model.attention import triton_paged
-
-    as_float32 = [x.float().to(device) for x in (query, paged.kv_cache.k[0], paged.kv_cache.v[0])]
-    plan = Plan(batch, HEADS, KV_HEADS, torch.float32, device)
-    result = triton_paged.paged_attention(*as_float32, plan, HEAD_DIM**-0.5)
-    error = (result.double().cpu() - expected).abs().max().item()
-    where = "in Triton's interpreter" if triton_paged.INTERPRETED else f"on {torch.cuda.get_device_name()}"
-    print(f"{plan.num_tiles * KV_HEADS} programs {where}: {result.numel()} numbers, largest difference {error:.1e}")
+    result = output_of("triton_paged", batch, torch.float32, gpu_or_cpu)
+    error = (result - expected).abs().max().item()
+    where = "in Triton's interpreter" if gpu_or_cpu.type == "cpu" else f"on {torch.cuda.get_device_name()}"
+    print(f"The kernel {where}: {result.numel()} numbers, largest difference {error:.1e}")
     assert error < 1e-5
 else:
     print("There is no Triton on this system (it has packages for Linux alone): the kernel can be read here, not run.")

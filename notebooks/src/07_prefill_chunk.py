@@ -301,11 +301,12 @@ print(f"\nYou said: {my_guess!r}")
 #
 # ## After the forward pass
 #
-# The runner returns one sample per sampled row, and the engine hands each to its owner. This is all it takes; `is_last`
-# was decided when the chunk was planned, by comparing its end with the tokens that are known.
+# The runner returns one sample per sampled row, and the engine hands each to its owner. `sampled` is the batch's list of
+# owners; who stands in it was decided when the chunks were planned, by comparing a chunk's end with the tokens that are
+# known.
 
 # %% name="samples"
-source(Engine._take_samples, mark=("chunk.is_last", "strict=True"), first="ends =", last="generated_token_ids.append")
+source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zip(sampled", last="generated.append")
 
 # %% [markdown]
 # If the chunk doesn't complete the prompt: the counter has moved (lesson 06), no sample, no output. If it does: a token

@@ -6,10 +6,11 @@
 # - say which three budgets a step spends, in which unit each is counted, and which one a request waits for;
 # - predict, token by token, what a chunk scheduler puts into the next steps;
 # - put the lines of a scheduler with three budgets in order, and say what each order would break;
-# - defend "decode first" and "PREFILLING before WAITING" with a picture, and name a workload where each is the wrong choice.
+# - defend "decode first" and "PREFILLING before WAITING" with a picture, and name a workload where each is the wrong
+#   choice.
 #
-# **Time** 45 minutes · **You need** lessons 05 to 07 · **Adds to the engine** the chunk scheduler: `schedule()` in the form
-# in which it stays, and the policies that order the prompts.
+# **Time** 45 minutes · **You need** lessons 05 to 07 · **Adds to the engine** the chunk scheduler: `schedule()` in
+# the form in which it stays, and the policies that order the prompts.
 
 # %% name="house"
 from course_lib.lab import alt_text, compare, compare_alt, house, show, source, timeline
@@ -65,7 +66,8 @@ show(compare(*pair, titles=titles, by="step"), compare_alt(*pair, titles=titles)
 
 # %% [markdown]
 # The same number of tokens went through the model. With one idea nine people read their answer, with the other
-# **nobody** does. Forty requests are begun, each with a quarter of its prompt computed, and they hold five times the memory.
+# **nobody** does. Forty requests are begun, each with a quarter of its prompt computed, and they hold five times the
+# memory.
 #
 # In the picture, orange is a chunk of prompt, blue a token of an answer. Look for blue in the upper half.
 #
@@ -74,14 +76,15 @@ show(compare(*pair, titles=titles, by="step"), compare_alt(*pair, titles=titles)
 #
 # ## Budget one: tokens
 #
-# A step takes as long as it has tokens. So the first budget is `max_num_batched_tokens`: at most so many tokens in a step,
-# of whatever kind. Those who run are served first, one token each. What they leave is for prompts, and it's never more than
-# one chunk a request:
+# The more tokens a step has, the longer everybody in it waits. So the first budget is `max_num_batched_tokens`: at
+# most so many tokens in a step, of whatever kind. Those who run are served first, one token each. What they leave is
+# for prompts, and it's never more than one chunk a request:
 #
 # > `chunk = min(what remains of the prompt, the chunk size, what is left of the budget)`
 #
-# > **Predict, then run.** 128 chats run, the budget is 4,096 tokens, the chunk size as large. A prompt of 8,192 tokens arrives.
-# > How large is its first chunk, and in how many steps is it prefilled? (Two chunks of 4,096 would be two.)
+# > **Predict, then run.** 128 chats run, the budget is 4,096 tokens, the chunk size as large. A prompt of 8,192
+# > tokens arrives. How large is its first chunk, and in how many steps is it prefilled? (Two chunks of 4,096 would be
+# > two.)
 
 # %% name="guess-4096"
 my_guess_first_chunk = 4096  # write yours
@@ -97,12 +100,16 @@ engine.add_request(list(range(8192)), SamplingParams(max_tokens=1), request_id="
 while "document" in engine.snapshot():
     engine.step()
 for step in engine.trace.steps[1:]:
-    print(f"step {step.index}: {step.decode_tokens} decode + {step.prefill_tokens:4} prefill = {step.decode_tokens + step.prefill_tokens} of 4096 tokens")
+    print(
+        f"step {step.index}: {step.decode_tokens} decode + {step.prefill_tokens:4} prefill"
+        f" = {step.decode_tokens + step.prefill_tokens} of 4096 tokens"
+    )
 print(f"\nYou said {my_guess_first_chunk} tokens first, and {my_guess_steps} steps.")
 
 # %% [markdown]
-# 3,968 tokens: what the 128 readers left. A chunk is **shrunk** to what is left, never dropped for it. The 257 tokens at the
-# end are nobody's mistake, and in a busy server the rest of that step isn't empty: the next prompt takes it.
+# 3,968 tokens: what the 128 readers left. A chunk is **shrunk** to what is left, never dropped for it. The prompt
+# needs a third step for its last 256 tokens, and in a busy server the rest of that step isn't empty: the next prompt
+# takes it.
 #
 # As a function on plain numbers, the first version of a scheduler looks like this:
 
@@ -169,8 +176,14 @@ engines = [one_reader(scheduler) for scheduler in (Scheduler, PrefillFirstSchedu
 titles = ("Decode first", "Prefill first, in chunks all the same")
 for title, engine in zip(titles, engines):
     requests = engine.metrics().requests
-    chunks = [chunk.num_tokens for step in engine.trace.steps for chunk in step.chunks if chunk.request == "B" and chunk.kind == "prefill"]
-    print(f"{title:38} A's longest gap: {requests['A'].stall:.0f} steps   B's first token after {requests['B'].ttft:.0f} steps, chunks {chunks}")
+    chunks = [
+        chunk.num_tokens
+        for step in engine.trace.steps
+        for chunk in step.chunks
+        if chunk.request == "B" and chunk.kind == "prefill"
+    ]
+    print(f"{title}: A's longest gap {requests['A'].stall:.0f} steps, B's first token after {requests['B'].ttft:.0f} steps")
+    print(f"    B's chunks: {chunks}")
 traces = [engine.trace for engine in engines]
 show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=titles))
 
@@ -180,9 +193,10 @@ show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=tit
 #
 # ## Budget two: sequences
 #
-# `max_num_seqs` bounds how many requests are in flight. Each of them has a row in the engine's tables, and sooner or later
-# all of them run at once. Who is in flight? Those who run, **and those who are half-filled**. A newcomer needs a free seat;
-# who has one keeps it.
+# `max_num_seqs` bounds how many requests are in flight. Each of them has a row in the engine's tables, and sooner or
+# later all of them run at once. Who is in flight? Those who run, **and those who are half-filled**. A newcomer needs
+# a free seat; who has one keeps it.
+
 
 # %% name="plan-seats"
 def plan_seats(running, prefilling, waiting, tokens, seats):
@@ -206,11 +220,12 @@ for seats in (2, 3, 4):
 # And then **nobody behind it gets prefill in this step**, even if there are blocks enough for a smaller request.
 # Sounds wasteful?
 #
-# > **Predict, then run.** A document waits with a chunk that needs 16 blocks. In every step a small prompt arrives that needs 2, runs for
-# > eight steps and goes. If small ones may pass, after how many steps does the document go on?
+# > **Predict, then run.** A document waits with a chunk that needs 16 blocks. In every step a small prompt arrives
+# > that needs 2, runs for eight steps and goes. If small ones may pass, after how many steps does the document go on?
 
 # %% name="guess-passing"
 my_guess_document_goes_on_after = 10  # steps; 0 for never: write yours
+
 
 # %% name="passing"
 def pool_of_24(may_pass: bool, steps: int = 200):
@@ -227,7 +242,10 @@ def pool_of_24(may_pass: bool, steps: int = 200):
 
 for may_pass in (True, False):
     goes_on = pool_of_24(may_pass)
-    print(f"small ones may pass: {str(may_pass):6} the document's chunk goes in", f"after {goes_on - 12} steps" if goes_on else "never (in 200 steps)")
+    print(
+        f"small ones may pass: {str(may_pass):6} the document's chunk goes in",
+        f"after {goes_on - 12} steps" if goes_on else "never (in 200 steps)",
+    )
 print(f"\nYou said {my_guess_document_goes_on_after} steps, if they may pass.")
 
 # %% [markdown]
@@ -236,9 +254,9 @@ print(f"\nYou said {my_guess_document_goes_on_after} steps, if they may pass.")
 #
 # ### Now you: three budgets, in order
 #
-# The lines below are the inside of `plan(running, prefilling, waiting, tokens, seats, blocks)`, shuffled. `blocks` is the number of
-# free blocks, and `blocks_for(n)` says how many blocks n tokens need. Put the lines in order. If something isn't right, the
-# puzzle names a line and asks you a question about it. More than one order is right.
+# The lines below are the inside of `plan(running, prefilling, waiting, tokens, seats, blocks)`, shuffled. `blocks` is
+# the number of free blocks, and `blocks_for(n)` says how many blocks n tokens need. Put the lines in order. If
+# something isn't right, the puzzle names a line and asks you a question about it. More than one order is right.
 
 # %% name="puzzle"
 from course_lib.checks.lesson_08 import three_budgets
@@ -247,17 +265,17 @@ puzzle = three_budgets()
 print(puzzle)
 
 # %% [markdown]
-# In a running notebook the next cell is the list with two buttons that move the chosen line, and a field in which you can type
-# the letters in your order instead (then Enter, Tab to *Check*, Space). Without widgets, write `puzzle.put("ACB…")` and
-# `print(puzzle.verdict())`.
+# In a running notebook the next cell is the list with two buttons that move the chosen line, and a field in which you
+# can type the letters in your order instead (then Enter, Tab to *Check*, Space). Without widgets, write
+# `puzzle.put("ACB…")` and `print(puzzle.verdict())`.
 
 # %% name="parsons" tags=["nbval-ignore-output"]
 assert len(puzzle.order) == 10
 puzzle
 
 # %% [markdown]
-# When it's in order, the cell below runs your lines beside the engine: before each step of a busy engine it asks your `plan`, and
-# compares.
+# When it's in order, the cell below runs your lines beside the engine: before each step of a busy engine it asks your
+# `plan`, and compares.
 
 # %% name="beside"
 BODY = puzzle.code.splitlines()
@@ -291,16 +309,19 @@ def beside_the_engine(plan) -> None:
 
 if puzzle.is_solved:
     place = {"CHUNK": CHUNK, "blocks_for": blocks_for}
-    exec("def plan(running, prefilling, waiting, tokens, seats, blocks):\n    " + "\n    ".join([*BODY, "return step"]), place)
+    exec(
+        "def plan(running, prefilling, waiting, tokens, seats, blocks):\n    " + "\n    ".join([*BODY, "return step"]),
+        place,
+    )
     beside_the_engine(place["plan"])
 else:
     print("Not in order yet.", puzzle.verdict())
 
 # %% [markdown]
-# The engine's own `schedule()` has the same three parts, and one more. A decode needs a block at every sixteenth token, and
-# none may be free. Then the newest request gives its blocks back and starts again later: it's *preempted*. And
-# if memory should leave a step empty, the oldest request that holds blocks goes on at the others' expense, so that the
-# engine can't stand still:
+# The engine's own `schedule()` has the same three parts, and one more. A decode needs a block at every sixteenth
+# token, and none may be free. Then the newest request gives its blocks back and starts again later: it's *preempted*.
+# And if memory should leave a step empty, the oldest request that holds blocks goes on at the others' expense, so
+# that the engine can't stand still:
 
 # %% name="source"
 source(Scheduler.schedule, mark=("_schedule_decodes", "_schedule_prefills", "_force_progress"))
@@ -308,16 +329,18 @@ source(Scheduler.schedule, mark=("_schedule_decodes", "_schedule_prefills", "_fo
 # %% [markdown]
 # ## A table to predict
 #
-# Eight cases. Blocks have 16 tokens and are plentiful, decode goes first, the chunk size is 64 where nothing else is said.
+# Eight cases. Blocks have 16 tokens and are plentiful, decode goes first, the chunk size is 64 where nothing else is
+# said.
 #
-# 1. Budget 64. Prompts of 40, 40 and 40 tokens (A, B, C) arrive together, each wants 3 tokens. Which chunks has the first step?
+# 1. Budget 64. Prompts of 40, 40 and 40 tokens (A, B, C) arrive together, each wants 3 tokens. Which chunks has the
+#    first step?
 # 2. Budget 64, chunk size 128, a prompt of 150 tokens. Its chunks?
 # 3. Budget 64. A with 70 tokens and B with 200 arrive together. Which chunks has the second step?
 # 4. Budget 128, chunk size 128. A runs, and B arrives with 1,000 tokens. In how many steps is B prefilled?
 # 5. A prompt of 1,000 tokens in chunks of 256. How many blocks does it hold after each chunk?
 # 6. A prompt of 8,192 tokens in chunks of 1,024, alone. After which chunk does its first token appear?
-# 7. A prompt of 12,000 tokens, of which the first 8,000 are in the prefix cache (lesson 09), in chunks of 1,000. How many chunks,
-#    and at which position does the first one begin?
+# 7. A prompt of 12,000 tokens, of which the first 8,000 are in the prefix cache (lesson 09), in chunks of 1,000. How
+#    many chunks, and at which position does the first one begin?
 # 8. Budget 64, prompts go in whole (`max_prefill_chunk_size=None`), a prompt of 65 tokens. What happens?
 #
 # > **Predict, then run.**
@@ -334,10 +357,13 @@ my_guesses = {
     8: "waits for ever",  # write yours
 }
 
+
 # %% name="table"
 def trace_of(prompts: dict[str, int], max_tokens: int = 3, budget: int = 64, chunk: int = 64, late: str = ""):
     """The steps of these prompts; the one called `late` arrives after the first step."""
-    config = EngineConfig(max_num_batched_tokens=budget, max_prefill_chunk_size=chunk, max_num_seqs=8, enable_prefix_caching=False)
+    config = EngineConfig(
+        max_num_batched_tokens=budget, max_prefill_chunk_size=chunk, max_num_seqs=8, enable_prefix_caching=False
+    )
     engine = Engine(FakeRunner(vocab_size=50_000), config)
     for number, (name, prompt) in enumerate(prompts.items()):
         if name == late:
@@ -349,7 +375,9 @@ def trace_of(prompts: dict[str, int], max_tokens: int = 3, budget: int = 64, chu
 
 
 def chunks_of(steps, name: str) -> list[int]:
-    return [chunk.num_tokens for step in steps for chunk in step.chunks if chunk.request == name and chunk.kind == "prefill"]
+    return [
+        chunk.num_tokens for step in steps for chunk in step.chunks if chunk.request == name and chunk.kind == "prefill"
+    ]
 
 
 def in_step(step) -> dict[str, int]:
@@ -382,14 +410,15 @@ print("\nAll of case 1:", " | ".join(str(in_step(step)) for step in first))
 print("B's chunks in case 4:", chunks_of(fourth, "B"))
 
 # %% [markdown]
-# The first case is the one to look at. Step 0 isn't `A: 40` with 24 tokens left over: B begins in A's step. Step 1 holds A's
-# second token, B's last 16 and all of C. Nobody decided that a step is "for" somebody. In the third case B gets 58
-# because A left 58. And in the fifth the last number is the blocks of 1,000 tokens, not of four chunks.
+# The first case is the one to look at. Step 0 isn't `A: 40` with 24 tokens left over: B begins in A's step. Step 1
+# holds A's second token, B's last 16 and all of C. Nobody decided that a step is "for" somebody. In the third case B
+# gets 58 because A left 58. And in the fifth the last number is the blocks of 1,000 tokens, not of four chunks.
 #
 # ## When PREFILLING first isn't best
 #
 # Back to the beginning of this lesson: what was begun goes first, because it holds memory. It isn't the best order for
 # everybody. A document of 640 tokens has just been begun when six short questions arrive:
+
 
 # %% name="policies"
 def six_questions(policy: str) -> Engine:
@@ -412,10 +441,10 @@ for policy in ("prefilling_first", "shortest_first", "fair_share"):
     print(f"{policy:25}{ttft['document']:10.0f}   {questions!s:24}{sum(ttft.values()) / len(ttft):.1f}")
 
 # %% [markdown]
-# With *shortest first* the questions are answered at once, and the document is three steps late. That's the best
-# mean there is, until short questions never stop coming: then the document waits for ever, holding its blocks. (The engine's
-# `shortest_first` has ageing against that.) `prefilling_first` is a first version with one virtue: it can be said in
-# four words, and it holds no more memory than it must. Lesson 11 lets you try others, and write one.
+# With *shortest first* the questions are answered at once, and the document is three steps late. That's the best mean
+# there is, until short questions never stop coming: then the document waits for ever, holding its blocks. (The
+# engine's `shortest_first` has ageing against that.) `prefilling_first` is a first version with one virtue: it can be
+# said in four words, and it holds no more memory than it must. Lesson 11 lets you try others, and write one.
 #
 # ## When decode first isn't best
 #
@@ -424,13 +453,14 @@ for policy in ("prefilling_first", "shortest_first", "fair_share"):
 # `max_decode_share` caps what decode may take **while prefill waits**. With 0.5, 32 of the chats get their token in one
 # step, and the others in the next: those who have gone longest without come first.
 #
-# > **Predict, then run.** In how many steps is the document prefilled, without a cap and with 0.5? And what does the cap cost the
-# > chats?
+# > **Predict, then run.** In how many steps is the document prefilled, without a cap and with 0.5? And what does the
+# > cap cost the chats?
 
 # %% name="guess-cap"
 my_guess_steps_without = 8  # write yours
 my_guess_steps_with = 8  # write yours
 my_guess_gap_with = 1  # a chat's longest gap in steps, with the cap: write yours
+
 
 # %% name="cap"
 def crowded(share: float):
@@ -451,12 +481,14 @@ for share in (1.0, 0.75, 0.5, 0.25):
     requests = crowded(share)
     gaps = [request.stall for name, request in requests.items() if name != "document"]
     print(f"{share:5}{requests['document'].ttft:22.0f} steps{max(gaps):18.0f} steps")
-print(f"\nYou said {my_guess_steps_without} steps without a cap, {my_guess_steps_with} with 0.5, and gaps of {my_guess_gap_with}.")
+print(
+    f"\nYou said {my_guess_steps_without} steps without a cap, {my_guess_steps_with} with 0.5, and gaps of {my_guess_gap_with}."
+)
 
 # %% [markdown]
-# From 256 steps to 16, and every chat gets a token in every second step: half its speed, for 16 steps. With 0.25 the document
-# is five steps earlier still, and the chats pay with gaps of four. There's no right value here; there is a promise that you
-# can choose: *no running request waits more than ceil(running / cap) steps*.
+# From 256 steps to 16, and every chat gets a token in every second step: half its speed, for 16 steps. With 0.25 the
+# document is five steps earlier still, and the chats pay with gaps of four. There's no right value here; there is a
+# promise that you can choose: *no running request waits more than ceil(running / cap) steps*.
 #
 # ## Less and less a queue
 #
@@ -465,8 +497,8 @@ print(f"\nYou said {my_guess_steps_without} steps without a cap, {my_guess_steps
 # %% name="reasons"
 from collections import Counter
 
-config = EngineConfig(num_blocks=36, max_num_seqs=6, max_num_batched_tokens=64, max_prefill_chunk_size=48, enable_prefix_caching=False,
-                      max_decode_share=0.03)  # fmt: skip
+config = EngineConfig(num_blocks=36, max_num_seqs=6, max_num_batched_tokens=64, max_prefill_chunk_size=48,
+                      enable_prefix_caching=False, max_decode_share=0.03)  # fmt: skip
 engine = Engine(FakeRunner(vocab_size=50_000), config)
 for number, prompt in enumerate((30, 20, 300, 40, 25, 120, 60, 15, 35)):
     engine.add_request(tokens(number, prompt), SamplingParams(max_tokens=24), request_id=f"R{number}")
@@ -479,14 +511,15 @@ for reason, count in sorted(waits.items()):
 show(timeline(engine.trace, title="Nine requests, and what each of them waits for", by="step"), alt_text(engine.trace))
 
 # %% [markdown]
-# Five reasons, and only `queue` has to do with standing in line. The others name a resource: tokens of this step, seats, blocks, the
-# share of decode. The further a scheduler goes, the less it is a queue and the more a **resource allocator**: it has
-# three things to give, everybody needs some of each, and it must see that nobody holds one while waiting for ever for another.
+# Five reasons, and only `queue` has to do with standing in line. The others name a resource: tokens of this step,
+# seats, blocks, the share of decode. The further a scheduler goes, the less it is a queue and the more a **resource
+# allocator**: it has three things to give, everybody needs some of each, and it must see that nobody holds one while
+# waiting for ever for another.
 #
 # ## The rule
 #
-# > **A step spends tokens, seats and blocks. Whoever was promised tokens comes first, then whoever holds memory, then whoever
-# > waits; a chunk is as long as all budgets allow, and never zero.**
+# > **A step spends tokens, seats and blocks. Whoever was promised tokens comes first, then whoever holds memory, then
+# > whoever waits; a chunk is as long as all budgets allow, and never zero.**
 #
 # Splitting a long prompt made it schedulable. Everything in this lesson is a choice that a whole prompt didn't leave you.
 #
@@ -494,11 +527,13 @@ show(timeline(engine.trace, title="Nine requests, and what each of them waits fo
 #
 # ## What production does
 #
-# - **vLLM** V1, `Scheduler.schedule()` in `vllm/v1/core/sched/scheduler.py`: first the running requests (a half-filled one is among
-#   them), then the waiting ones, under `max_num_batched_tokens`, `max_num_seqs` and the free blocks. A running request without
-#   blocks preempts another. `--long-prefill-token-threshold` bounds a chunk, `--max-num-partial-prefills` how many are half-filled.
+# - **vLLM** V1, `Scheduler.schedule()` in `vllm/v1/core/sched/scheduler.py`: first the running requests (a
+#   half-filled one is among them), then the waiting ones, under `max_num_batched_tokens`, `max_num_seqs` and the free
+#   blocks. A running request without blocks preempts another. `--long-prefill-token-threshold`
+#   bounds a chunk.
 # - **Sarathi-Serve** (Agrawal et al., OSDI 2024) calls decode first with chunks in what is left *stall-free batching*.
-# - **SGLang** has `--chunked-prefill-size` and `--schedule-policy`; with `--enable-mixed-chunk` a chunk and decodes share a step.
+# - **SGLang** has `--chunked-prefill-size` and `--schedule-policy`; with `--enable-mixed-chunk` a chunk and decodes
+#   share a step.
 # - The names of the trouble are older than all of them: starvation, head-of-line blocking, convoy. Any book on operating
 #   systems has a chapter on them.
 #
@@ -508,19 +543,19 @@ show(timeline(engine.trace, title="Nine requests, and what each of them waits fo
 #
 #    <details><summary>Answer</summary>
 #
-#    When the first chat ends. Not a token of the budget is left, and with `max_num_seqs` = 64 there's no seat either. The share can
-#    give it tokens; it can't give it a seat. Two budgets can bind at the same time.
+#    When the first chat ends. Not a token of the budget is left, and with `max_num_seqs` = 64 there's no seat either.
+#    The share can give it tokens; it can't give it a seat. Two budgets can bind at the same time.
 #
 #    </details>
 #
-# 2. In the first picture, newcomers first: forty requests are half-filled. What happens if the pool has 150 blocks and all
-#    of them are held?
+# 2. In the first picture, newcomers first: forty requests are half-filled. What happens if the pool has 150 blocks
+#    and all of them are held?
 #
 #    <details><summary>Answer</summary>
 #
-#    No chunk finds its blocks, nobody decodes, so the step would be empty. The engine's progress rule lets the oldest request that holds blocks
-#    go on, and takes the blocks of the newest ones for it. What those had computed is lost, and will be computed again. A scheduler
-#    without such a rule stands still for ever, with a full memory.
+#    No chunk finds its blocks, nobody decodes, so the step would be empty. The engine's progress rule lets the oldest
+#    request that holds blocks go on, and takes the blocks of the newest ones for it. What those had computed is lost,
+#    and will be computed again. A scheduler without such a rule stands still for ever, with a full memory.
 #
 #    </details>
 #
@@ -528,7 +563,8 @@ show(timeline(engine.trace, title="Nine requests, and what each of them waits fo
 #
 #    <details><summary>Answer</summary>
 #
-#    Tokens come back with the next step, whatever happens. Blocks come back only when somebody ends. A chunk that nibbles at the last free blocks
-#    leaves none for those who decode, and they are the ones who will end. (In an emergency, when the step would be empty, our engine does shrink it.)
+#    Tokens come back with the next step, whatever happens. Blocks come back only when somebody ends. A chunk that
+#    nibbles at the last free blocks leaves none for those who decode, and they are the ones who will end. (In an
+#    emergency, when the step would be empty, our engine does shrink it.)
 #
 #    </details>

@@ -146,13 +146,14 @@ class MyBlockManager:
         ValueError, and nothing has changed, if a block in its table is held by nobody.
         """
         ### BEGIN SOLUTION
-        if 0 in (self.ref_counts[block] for block in sequence.block_table):
-            raise ValueError(f"held by nobody: a block of {sequence.block_table}")
-        for block in sequence.block_table:
+        held = sequence.block_table
+        if 0 in (self.ref_counts[block] for block in held):
+            raise ValueError(f"held by nobody: a block of {held}")
+        for block in held:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_list.append(block)
-        sequence.block_table.clear()
+        held.clear()
         ### END SOLUTION
 
 # %% name="check-02-2"

@@ -22,11 +22,11 @@ from course_lib.slots import slot_mapping as our_slot_mapping
 # ```text
 # block_table [7, 2, 9], block_size 4, a chunk of 4 tokens that begins at token 6
 #
-#   token of the sequence     0  1  2  3 |  4  5  6  7 |  8  9
-#   this chunk                                  ^  ^      ^  ^
-#   logical block                  0     |      1      |  2
-#   physical block                 7     |      2      |  9
-#   slots of the chunk                         10 11     36 37
+#   token of the sequence   0  1  2  3 |  4  5  6  7 |  8  9
+#   this chunk                                  ^  ^    ^  ^
+#   logical block               0      |      1      |   2
+#   physical block              7      |      2      |   9
+#   slots of the chunk                         10 11   36 37
 # ```
 #
 # The function has the engine's own signature, and will run in it.

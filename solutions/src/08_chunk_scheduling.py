@@ -28,10 +28,9 @@ from course_lib.sequence import PREFILLING, RUNNING, WAITING
 # They fill the 8 free slots, and 248 tokens remain: 15.5 blocks, so **16 new blocks**. Are they not free? Then the
 # request gets nothing in this step. (It could get a shorter chunk. Our engine does that only when nothing else moves.)
 
+
 # %% name="your-08-1"
-def chunk_length(
-    remaining: int, cached: int, tokens_left: int, free_blocks: int, max_chunk: int, block_size: int
-) -> int:
+def chunk_length(remaining: int, cached: int, tokens_left: int, free_blocks: int, max_chunk: int, block_size: int) -> int:
     """Tokens of the next prefill chunk of one request, or 0 if it gets none in this step.
 
     remaining    prompt tokens that have no K/V yet, at least 1
@@ -53,6 +52,7 @@ def chunk_length(
     return size
     ### END SOLUTION
 
+
 # %% name="check-08-1"
 check("08.1", chunk_length)
 
@@ -73,10 +73,11 @@ check("08.1", chunk_length)
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
-# Blocks for n tokens: n divided by the block size, rounded up. Compute it for `cached` and for `cached` plus the chunk; the
-# difference is what must be free. If it isn't, the answer is 0.
+# Blocks for n tokens: n divided by the block size, rounded up. Compute it for `cached` and for `cached` plus the
+# chunk; the difference is what must be free. If it isn't, the answer is 0.
 #
 # </details>
+
 
 # %% name="run-08-1" tags=["needs-your-code"]
 class WithMyChunks(Scheduler):
@@ -93,18 +94,25 @@ engine.add_request(list(range(1000)), SamplingParams(max_tokens=3), request_id="
 while engine.has_unfinished_requests():
     engine.step()
     engine.check_invariants()
-chunks = [chunk.num_tokens for step in engine.trace.steps for chunk in step.chunks if chunk.request == "B" and chunk.kind == "prefill"]
+chunks = [
+    chunk.num_tokens
+    for step in engine.trace.steps
+    for chunk in step.chunks
+    if chunk.request == "B" and chunk.kind == "prefill"
+]
 print("B's chunks:", chunks)
 show(timeline(engine.trace, title="Your chunk lengths, in the engine's scheduler"), alt_text(engine.trace))
 
 # %% [markdown] name="task-08-2"
 # ## 08.2 One step, three budgets
 #
-# Write `schedule`: which requests get how many tokens in this step. And `has_unfinished`: when is there nothing left to do?
+# Write `schedule`: which requests get how many tokens in this step. And `has_unfinished`: when is there nothing left
+# to do?
 #
-# The budgets are `self.config.max_num_batched_tokens` (tokens in this step), `self.config.max_num_seqs` (requests that have
-# been begun and aren't done) and the free blocks. The queues are `self.running`, `self.prefilling` and `self.waiting`, each in
-# the order of arrival. You only read them: after the forward pass the engine moves everybody to the right queue.
+# The budgets are `self.config.max_num_batched_tokens` (tokens in this step), `self.config.max_num_seqs` (requests
+# that have been begun and aren't done) and the free blocks. The queues are `self.running`, `self.prefilling` and
+# `self.waiting`, each in the order of arrival. You only read them: after the forward pass the engine moves everybody
+# to the right queue.
 #
 # A worked step, with a budget of 64 tokens, chunks of at most 64, room for 3 requests:
 #
@@ -114,6 +122,7 @@ show(timeline(engine.trace, title="Your chunk lengths, in the engine's scheduler
 # WAITING     C   40 tokens                     -> C: 13    (0 tokens left)
 #             D   10 tokens                     -> nothing: three requests are in flight
 # ```
+
 
 # %% name="your-08-2"
 class MyScheduler(Scheduler):
@@ -165,6 +174,7 @@ class MyScheduler(Scheduler):
         if sequence.status is WAITING:
             out.admitted.append(sequence)
 
+
 # %% name="check-08-2"
 check("08.2", MyScheduler)
 
@@ -178,20 +188,21 @@ check("08.2", MyScheduler)
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
-# Budget 4, two half-filled requests with 10 tokens to go. The first takes 4 tokens. What would you schedule for the second?
-# And: `max_num_seqs` is 2, one request runs and one is half-filled. Is there a seat for a new one?
+# Budget 4, two half-filled requests with 10 tokens to go. The first takes 4 tokens. What would you schedule for the
+# second? And: `max_num_seqs` is 2, one request runs and one is half-filled. Is there a seat for a new one?
 #
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
-# For each running request: blocks for 1 token? then a chunk of 1. For each of prefilling, then waiting: the chunk is the
-# smallest of what remains, the setting, the tokens left. Stop when it's 0, when a new one finds no seat, or when the blocks
-# aren't free. Else add it, and subtract what it took.
+# For each running request: blocks for 1 token? then a chunk of 1. For each of prefilling, then waiting: the chunk is
+# the smallest of what remains, the setting, the tokens left. Stop when it's 0, when a new one finds no seat, or when
+# the blocks aren't free. Else add it, and subtract what it took.
 #
 # For `has_unfinished`: there are three queues.
 #
 # </details>
+
 
 # %% name="run-08-2" tags=["needs-your-code"]
 def serve(scheduler):
@@ -216,7 +227,9 @@ def serve(scheduler):
 mine, my_tokens = serve(MyScheduler)
 theirs, their_tokens = serve(Scheduler)
 assert my_tokens == their_tokens
-print(f"The same {sum(map(len, my_tokens.values()))} tokens, in {len(mine.steps)} steps with yours and {len(theirs.steps)} with ours.")
+print(
+    f"The same {sum(map(len, my_tokens.values()))} tokens, in {len(mine.steps)} steps with yours and {len(theirs.steps)} with ours."
+)
 titles = ("Your scheduler", "The engine's")
 show(compare(mine, theirs, titles=titles, by="step"), compare_alt(mine, theirs, titles=titles))
 
@@ -224,7 +237,8 @@ show(compare(mine, theirs, titles=titles, by="step"), compare_alt(mine, theirs, 
 # ## 08.3 Whose turn is it?
 #
 # When many requests run, decode can take nearly the whole budget, and a prompt that arrives gets next to nothing. So
-# `max_decode_share` caps what decode may take **while prefill is waiting**. Then somebody is left out, and you choose who.
+# `max_decode_share` caps what decode may take **while prefill is waiting**. Then somebody is left out, and you choose
+# who.
 #
 # A worked number, for a budget of 8 tokens and a share of 0.5: decode may take 4 of them.
 #
@@ -233,6 +247,7 @@ show(compare(mine, theirs, titles=titles, by="step"), compare_alt(mine, theirs, 
 # last_step          7   7   6   6   7   7      the step that last computed something of it
 # gets its token     x   x   x   x              C and D have gone longest without; then A and B, who arrived before E
 # ```
+
 
 # %% name="your-08-3"
 def choose_decodes(running: list, prefill_waits: bool, budget: int, share: float) -> list:
@@ -251,6 +266,7 @@ def choose_decodes(running: list, prefill_waits: bool, budget: int, share: float
     by_turn = sorted(running, key=lambda reader: (reader.last_step, reader.arrival))
     return by_turn[:cap]
     ### END SOLUTION
+
 
 # %% name="check-08-3"
 check("08.3", choose_decodes)
@@ -271,10 +287,11 @@ check("08.3", choose_decodes)
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
-# No prefill waits: all of them. Else compute the cap, sort by the last step and then by arrival, and take as many from the front
-# as the cap says.
+# No prefill waits: all of them. Else compute the cap, sort by the last step and then by arrival, and take as many
+# from the front as the cap says.
 #
 # </details>
+
 
 # %% name="run-08-3" tags=["needs-your-code"]
 class Rotating(Scheduler):
@@ -282,7 +299,8 @@ class Rotating(Scheduler):
         share, budget = self.config.max_decode_share, self.config.max_num_batched_tokens
         chosen = choose_decodes(list(self.running), bool(self.prefilling or self.waiting), budget, share)
         for sequence in sorted(chosen, key=lambda sequence: sequence.arrival):
-            self._decode(out, sequence)
+            if self.block_manager.allocate(sequence, sequence.cached_token_count + 1):
+                out.chunks.append(ScheduledChunk(sequence, sequence.cached_token_count, 1, "decode", True))
         return [sequence for sequence in self.running if sequence not in chosen]
 
 

@@ -24,6 +24,7 @@ from course_lib.runners import FakeRunner
 #
 # Before the first block stands the salt, where the request has one. Python's `hash()` of a tuple will do.
 
+
 # %% name="your-09-1"
 def block_hashes(token_ids: list[int], block_size: int, salt: str | None = None) -> list[int]:
     """One hash for each full block of `token_ids`, in their order.
@@ -40,6 +41,7 @@ def block_hashes(token_ids: list[int], block_size: int, salt: str | None = None)
         hashes.append(so_far)
     return hashes
     ### END SOLUTION
+
 
 # %% name="check-09-1"
 check("09.1", block_hashes)
@@ -81,17 +83,18 @@ show(block_map(engine.trace, title="Found by your hashes"), block_map_alt(engine
 # %% [markdown] name="task-09-2"
 # ## 09.2 What can be reused
 #
-# Walk along a prompt, block by block, as long as the cache has them. Return the blocks that can be reused, and the **positions**
-# of the tokens that are left to compute.
+# Walk along a prompt, block by block, as long as the cache has them. Return the blocks that can be reused, and the
+# **positions** of the tokens that are left to compute.
 #
-# Two traps. If every token were reused, nothing would go through the model, and then no logits would give the first token.
-# And a hash isn't a proof: two different blocks *can* have the same one. What the cache gives you, you compare with what
-# you asked for.
+# Two traps. If every token were reused, nothing would go through the model, and then no logits would give the first
+# token. And a hash isn't a proof: two different blocks *can* have the same one. What the cache gives you, you compare
+# with what you asked for.
 #
 # ```text
 # prompt of 64 tokens, blocks of 16, all 4 blocks are cached:   reuse 3 blocks, compute positions 48 … 63
 # prompt of 65 tokens, the same 4 blocks are cached:            reuse 4 blocks, compute position 64
 # ```
+
 
 # %% name="your-09-2"
 def match_prefix(token_ids: list[int], lookup, block_size: int) -> tuple[list[int], list[int]]:
@@ -118,14 +121,15 @@ def match_prefix(token_ids: list[int], lookup, block_size: int) -> tuple[list[in
     return blocks, list(positions)
     ### END SOLUTION
 
+
 # %% name="check-09-2"
 check("09.2", match_prefix)
 
 # %% [markdown] name="hints-09-2"
 # <details><summary>Hint 1: the rule</summary>
 #
-# Go on as long as three things hold: the block is full and isn't the prompt's end, the cache has an entry, and the entry is
-# what you asked for. The first time one doesn't, stop.
+# Go on as long as three things hold: the block is full and isn't the prompt's end, the cache has an entry, and the
+# entry is what you asked for. The first time one doesn't, stop.
 #
 # </details>
 #
@@ -138,9 +142,9 @@ check("09.2", match_prefix)
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
-# Let the beginning of a block run from 0 in steps of the block size, while there is at least one token behind the block. Ask
-# `lookup` with the last entry as the parent. Compare the entry's tokens, and its parent with `is`. The positions begin where
-# the reused blocks end.
+# Let the beginning of a block run from 0 in steps of the block size, while there is at least one token behind the
+# block. Ask `lookup` with the last entry as the parent. Compare the entry's tokens, and its parent with `is`. The
+# positions begin where the reused blocks end.
 #
 # </details>
 
@@ -151,17 +155,24 @@ engine = Engine(runner, config, block_manager=engine_with(match_prefix=match_pre
 document = list(range(8000))
 prompts = {"first": document + [1, 2, 3], "second": document + list(range(9000, 13000))}
 for name, prompt in prompts.items():
-    (answer,) = [output for output in engine.stream(prompt, SamplingParams(max_tokens=2), request_id=name) if output.finished]
+    (answer,) = [
+        output for output in engine.stream(prompt, SamplingParams(max_tokens=2), request_id=name) if output.finished
+    ]
     assert answer.token_ids == runner.solo(prompt, 2)
-    chunks = [chunk for step in engine.trace.steps for chunk in step.chunks if chunk.request == name and chunk.kind == "prefill"]
-    print(f"{name}: {len(prompt)} tokens, {answer.num_cached_tokens} from the cache, {len(chunks)} chunks, the first at {chunks[0].start_pos}")
+    chunks = [
+        chunk for step in engine.trace.steps for chunk in step.chunks if chunk.request == name and chunk.kind == "prefill"
+    ]
+    print(
+        f"{name}: {len(prompt)} tokens, {answer.num_cached_tokens} from the cache, {len(chunks)} chunks, the first at {chunks[0].start_pos}"
+    )
 show(timeline(engine.trace, title="8,003 tokens, then 12,000 of which your match finds 8,000"), alt_text(engine.trace))
 
 # %% [markdown] name="task-09-3"
 # ## 09.3 Blocks with several holders
 #
-# A pool in which a block can be *held* by several requests, and *found* by its key as long as what is in it is true. Those
-# are two different things: a block that nobody holds can still be found, and a block that was just taken can't be found yet.
+# A pool in which a block can be *held* by several requests, and *found* by its key as long as what is in it is true.
+# Those are two different things: a block that nobody holds can still be found, and a block that was just taken can't
+# be found yet.
 #
 # ```text
 #            take("k1")     filled(0)       share(0)       give_back    give_back     take("k7"), when it's its turn
@@ -169,8 +180,10 @@ show(timeline(engine.trace, title="8,003 tokens, then 12,000 of which your match
 # found      no             yes, as "k1"    yes            yes          yes           no: it's going to hold something else
 # ```
 #
-# When a block must be overwritten, take the one that nobody has held for the longest time. When a request gives its blocks
-# back, they become idle all at once. In which order? Its first block may be the beginning of many prompts, its last one hardly.
+# When a block must be overwritten, take the one that nobody has held for the longest time. When a request gives its
+# blocks back, they become idle all at once. In which order? Its first block may be the beginning of many prompts, its
+# last one hardly.
+
 
 # %% name="your-09-3"
 class SharedBlocks:
@@ -228,30 +241,31 @@ class SharedBlocks:
                 self.idle.append(block)
         ### END SOLUTION
 
+
 # %% name="check-09-3"
 check("09.3", SharedBlocks)
 
 # %% [markdown] name="hints-09-3"
 # <details><summary>Hint 1: the rule</summary>
 #
-# A block is idle exactly when its number of holders is 0. A key is found exactly when a block was filled for it and nobody
-# has taken that block for something else since.
+# A block is idle exactly when its number of holders is 0. A key is found exactly when a block was filled for it and
+# nobody has taken that block for something else since.
 #
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
-# Ana computes a block, Ben finds it and shares it, Ana ends. Chen needs a block. If Ana's leaving made it idle, Chen writes
-# over what Ben is reading. And if a block could be found from the moment it's taken, Ben would read it before Ana's forward
-# pass has written it.
+# Ana computes a block, Ben finds it and shares it, Ana ends. Chen needs a block. If Ana's leaving made it idle, Chen
+# writes over what Ben is reading. And if a block could be found from the moment it's taken, Ben would read it before
+# Ana's forward pass has written it.
 #
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
-# take: none idle, None; else the first idle one. If its old key is found in *this* block, forget that. Note the new key, one holder.
-# filled: if it has a key, it's found from now on. share: out of the idle ones, one holder more. give_back: from the last
-# block to the first: one holder less, and at 0 to the end of the idle ones.
+# take: none idle, None; else the first idle one. If its old key is found in *this* block, forget that. Note the new
+# key, one holder. filled: if it has a key, it's found from now on. share: out of the idle ones, one holder more.
+# give_back: from the last block to the first: one holder less, and at 0 to the end of the idle ones.
 #
 # </details>
 
@@ -260,7 +274,10 @@ runner = FakeRunner()
 config = EngineConfig(num_blocks=32, max_num_batched_tokens=64, max_prefill_chunk_size=48)
 engine = Engine(runner, config, block_manager=engine_with(shared_blocks=SharedBlocks))
 instructions = list(range(64))
-prompts = {name: instructions + [100 * number + k for k in range(30)] for number, name in enumerate(("Ana", "Ben", "Chen", "Dora"), 1)}
+prompts = {
+    name: instructions + [100 * number + k for k in range(30)]
+    for number, name in enumerate(("Ana", "Ben", "Chen", "Dora"), 1)
+}
 tokens = {}
 
 
@@ -277,7 +294,10 @@ for name, prompt in prompts.items():
 while engine.has_unfinished_requests():
     step()
 assert tokens == {name: runner.solo(prompt, 12) for name, prompt in prompts.items()}
-print("Everybody's tokens are those they get alone. From the cache:", {n: r.prefix_hit_tokens for n, r in engine.trace.requests.items()})
+print(
+    "Everybody's tokens are those they get alone. From the cache:",
+    {n: r.prefix_hit_tokens for n, r in engine.trace.requests.items()},
+)
 show(timeline(engine.trace, title="On your blocks"), alt_text(engine.trace))
 
 # %% [markdown] name="pool-09-3"
@@ -286,4 +306,7 @@ show(timeline(engine.trace, title="On your blocks"), alt_text(engine.trace))
 # %% name="pool-run-09-3" tags=["needs-your-code"]
 assert SharedBlocks(1).take("k1") == 0
 busiest = max(range(len(engine.trace.steps)), key=lambda place: engine.trace.steps[place].blocks_used)
-show(block_map(engine.trace, busiest, title="Your pool: the instructions' blocks have several holders"), block_map_alt(engine.trace, busiest))
+show(
+    block_map(engine.trace, busiest, title="Your pool: the instructions' blocks have several holders"),
+    block_map_alt(engine.trace, busiest),
+)

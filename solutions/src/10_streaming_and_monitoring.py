@@ -24,14 +24,14 @@ from course_lib.workloads import simulate, stall
 # pieces together are what the tokenizer makes of all tokens together.
 #
 # ```text
-# SmolLM2's token      234 116  after 10813      what push returns
+# token    what it is                            push returns
 #
-#   28589  "中"                                  "中"
-#   10813  the first two bytes of a bird         ""        nothing yet: "�" would be wrong, and can't be taken back
-#   234    its third byte                        ""
-#   116    its last byte                         "🐦"
-#   10813  again, and then the answer is cut     ""
-#                                        flush   "�"       nothing more will come: this is all there is
+#  28589   "中", a whole character               "中"
+#  10813   the first two bytes of a bird         ""            "�" would be wrong, and can't be taken back
+#    234   its third byte                        ""
+#    116   its last byte                         "🐦"
+#  10813   two bytes of another bird             ""
+#          here the answer is cut off            flush: "�"    nothing more will come: this is all there is
 # ```
 #
 # A decoder writes `"\N{REPLACEMENT CHARACTER}"` (`"�"`) for bytes that are no whole character. One more trap: some tokenizers
@@ -205,10 +205,11 @@ show_figure(figure, f"The first words of 64 answers with your sampler beside the
 # nothing.
 #
 # ```text
-# document    arrives at 0.5 s
-#             steps end at    1.0   2.0   3.0   3.2   3.4   4.4
-#             its part        chunk chunk chunk token token token      the third chunk gives its first token
-#                                          token
+# a document arrives at 0.5 s
+#
+#   steps end at    1.0     2.0     3.0     3.2     3.4     4.4
+#   computed of it  chunk   chunk   chunk   decode  decode  decode
+#   its user gets   -       -       token   token   token   token
 #
 # TTFT  3.0 - 0.5 = 2.5 s     gaps  0.2  0.2  1.0     median 0.2 s     longest 1.0 s
 # ```

@@ -13,6 +13,7 @@ MUTANTS = [
     ("C2", "08.2", "        for reader in self.running:\n            if self.get_blocks(reader, 1):\n                self.add_chunk(out, reader, 1)\n                tokens -= 1\n        for sequence in self.prefilling + self.waiting:", "        for sequence in self.prefilling + self.waiting + self.running:"),
     ("C3", "08.2", "self.config.max_prefill_chunk_size, tokens)", "self.config.max_prefill_chunk_size)"),
     ("C3", "08.2", "                tokens -= 1\n", ""),
+    ("C4", "08.2", "            tokens -= size\n", "            tokens -= 1\n"),
     ("C6", "08.2", "in self.prefilling + self.waiting", "in self.waiting + self.prefilling"),
     ("C6", "08.2", "            if not self.get_blocks(sequence, size):\n                break", "            if not self.get_blocks(sequence, size):\n                continue"),
     ("C8", "08.2", "            is_new = sequence.status is WAITING\n", "            is_new = sequence.status is WAITING\n            if is_new and sequence.remaining_token_count > tokens:\n                continue\n"),
