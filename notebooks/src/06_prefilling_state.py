@@ -3,7 +3,7 @@
 #
 # **After this lesson you can**
 #
-# - say what a half-prefilled request holds, what it owes, and what it can't do yet;
+# - say what a half-filled request holds, what it owes, and what it can't do yet;
 # - follow the three counters of a request through prefill and decode, without being off by one;
 # - name every way in and out of the four states, and who has to give back memory on which;
 # - say why counters may move only after the forward pass has returned.
