@@ -18,7 +18,8 @@ from course_lib.checks.run import run_exercise
 BELONGS = {
     "01": "K1 K2", "02": "B1 B2 B3 B4 B5 B6 B8 B9 B12", "03": "S1 S2 S3 S5", "04": "M1 M2 M4 M5 M7 M8 M10",
     "05": "C1 C2 C3 C4 C8 C9", "06": "A1 A2 A4 A5 A7 A9 I8 B7 L1 L2 L4", "07": "P1 I1 I3 I5 I7",
-    "08": "C1 C2 C3 C4 C6 C8 C9 C10 C11 C13 C14 C17 C18", "09": "X1 X2 X4 X5 X6 X10 P5", "10": "U1 U2 U4 T1 T2 T3 T5 T7",
+    "08": "C1 C2 C3 C4 C6 C8 C9 C10 C11 C13 C14 C17 C18", "09": "X1 X2 X4 X5 X6 X10 P5",
+    "10": "U1 U2 U4 T1 T2 T3 T5 T7 I5", "11": "A2 C6 C13",
 }  # fmt: skip
 MIN_LINE = 30  # characters: shorter lines, and heads of loops, are in every program
 
