@@ -66,8 +66,10 @@ def serve(engine):
     return last
 
 
-yours, ours = my_engine(runner, config, parts), Engine(runner, config)
-your_outputs, our_outputs = serve(yours), serve(ours)
+yours = my_engine(runner, config, parts)
+your_outputs = serve(yours)
+ours = Engine(runner, config)
+our_outputs = serve(ours)
 
 print(yours.title)
 print(f"A document of {len(document)} tokens came. Its answer, as it was streamed:\n  {your_outputs['document'].text!r}\n")
@@ -164,7 +166,7 @@ print(f"You said: {my_guess}.")
 # %% [markdown]
 # Leaving somebody out throws no work away, so fewer are preempted. But whoever is left out keeps its blocks and does nothing
 # with them, and with many such the steps are half empty. Taking a block from the newest costs a recomputation, and keeps
-# the oldest going. (Where 08.2 is ours, the two engines do the same here.)
+# the oldest going. (Where 08.2 is ours, your engine preempts as ours does.)
 
 # %% name="pressure-timelines"
 titles = (pressed.title, "The course's engine")
@@ -192,12 +194,15 @@ if not yours.calls and not pressed.calls:
 # ## What you built
 
 # %% name="numbers"
+from textwrap import fill
+
 done = [part for part in parts if part.state == "green"]
 at_work = [part for part in done if part.id in pressed.calls | yours.calls]
 lines, lines_at_work = (sum(part.lines for part in which) for which in (done, at_work))
 print(f"{len(done)} of {len(parts)} parts are green, {len(at_work)} of them worked in the two runs above")
 print(f"{lines} lines of code in their cells, {lines_at_work} of them in the two runs (comments and docstrings not counted)")
-print("Ours stood in for:", ", ".join(f"{part.id} {part.exercise.part} ({part.state})" for part in parts.ours) or "nothing")
+missing = ", ".join(f"{part.id} {part.exercise.part} ({part.state})" for part in parts.ours) or "nothing"
+print(fill(f"Ours stood in for: {missing}", 110))
 
 # %% [markdown]
 # And what is ours however much you do: the transformer's own layers and weights, the storing of K/V, who is preempted when nobody
