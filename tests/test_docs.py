@@ -266,3 +266,43 @@ def test_every_test_file_has_its_row():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = [name for row in rows(text, "TIMES") for name in re.findall(r"`(test_\w+\.py)`", row[0])]
     assert sorted(named) == sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
+
+
+# ---- the seed map and the glossary
+
+def table_rows(name):
+    """The cells of every row of the tables in a document, heads and rules left out."""
+    lines = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))] for line in lines if line.startswith("| ")]
+    return rows[1:]
+
+
+def lesson_numbers():
+    return {path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb")}
+
+
+def test_every_paragraph_of_the_seed_has_its_lesson():
+    """The ranges follow one another without a hole, to the last paragraph; each names lessons and exercises that there are."""
+    expected, current = 1, None
+    exercises = {cell.split('"')[1] for path in (ROOT / "solutions" / "src").glob("*.py")
+                 for cell in re.findall(r'^check\("\d\d\.\d"', path.read_text(encoding="utf-8"), re.MULTILINE)}  # fmt: skip
+    for span, _, says, where in table_rows("seed_map.md"):
+        first, _, last = span.partition("–")
+        if first != current:
+            assert int(first) == expected, f"paragraph {expected} has no row before {span}"
+            current, expected = first, int(last or first) + 1
+        assert says
+        named = set(re.findall(r"(?:^|; )(\d\d) ·", where))
+        assert named or "exercise" in where, where
+        assert named <= lesson_numbers(), where
+        assert set(re.findall(r"exercises? (\d\d\.\d)", where)) <= exercises, where
+    assert expected == 359  # paragraphs of the article, the title counted
+
+
+def test_the_glossary_has_one_row_a_term_and_a_lesson_for_each():
+    rows = table_rows("glossary.md")
+    terms = [row[0].lower() for row in rows]
+    assert terms == sorted(set(terms), key=lambda term: term.replace("`", "")) and len(rows) > 100
+    for term, chinese, line, lesson, _ in rows:
+        assert re.search(r"[\u4e00-\u9fff]", chinese) or chinese, term
+        assert line and set(re.findall(r"\d\d", lesson)) & lesson_numbers(), term
