@@ -6,7 +6,7 @@ from html import escape
 
 from .run import Report, Result
 
-MARKS = {"holds": "✓", "wrong": "✗", "error": "✗", "endless": "✗", "cost": "~"}
+MARKS = {"holds": "✓", "wrong": "✗", "error": "✗", "endless": "✗", "cost": "~"}  # ~: right, but it costs more than it must
 COLOURS = {"holds": "#009e73", "wrong": "#d55e00", "error": "#d55e00", "endless": "#d55e00", "cost": "#e69f00"}
 
 
@@ -21,7 +21,12 @@ def headline(report: Report) -> str:
     held = sum(result.outcome in ("holds", "cost") for result in report.results)
     if report.state == "green":
         return f"{name}: all {held} hold" + (", with a remark" if report.remarks else "")
-    return f"{name}: {held} of {len(exercise.tests)} hold"
+    return f"{name}: {held} of {sum(not test.is_cost for test in exercise.tests)} hold"
+
+
+def untested_tests(report: Report) -> int:
+    """How many tests weren't reached; those of cost don't count, they are for right answers."""
+    return sum(not test.is_cost for test in report.exercise.tests) - sum(not result.test.is_cost for result in report.results)
 
 
 def details(result: Result) -> list[tuple[str, str]]:
@@ -32,7 +37,7 @@ def details(result: Result) -> list[tuple[str, str]]:
     else:
         rows.append(("happened", result.message))
     if result.concept:
-        rows.append((result.concept_id or "", f"{result.concept.name}. {result.concept.question}"))
+        rows.append(("question", f"{result.concept.question} ({result.concept.name}: {result.concept_id})"))
     return [(label, text) for label, text in rows if text]
 
 
@@ -45,7 +50,7 @@ def as_text(report: Report) -> str:
     if report.problem:
         return "\n".join([*lines, f"  {report.problem}"])
     lines += [f"  {MARKS[result.outcome]} {result.test.what}" for result in report.results]
-    untested = len(report.exercise.tests) - len(report.results)
+    untested = untested_tests(report)
     if untested:
         lines.append(f"  · {untested} more, not tested")
     for result in _explained(report):
@@ -79,7 +84,7 @@ def as_html(report: Report) -> str:
         for result in report.results:
             mark = f'<span style="color:{COLOURS[result.outcome]};font-weight:bold">{MARKS[result.outcome]}</span>'
             parts.append(f"<li>{mark} {escape(result.test.what)}</li>")
-        untested = len(report.exercise.tests) - len(report.results)
+        untested = untested_tests(report)
         if untested:
             parts.append(f"<li>· {untested} more, not tested</li>")
         parts.append("</ul>")

@@ -122,7 +122,9 @@ def run_exercise(exercise: Exercise, parts: tuple, seconds: float = SECONDS) -> 
     if problem:
         return Report(exercise, where, "red", [], problem)
     results: list[Result] = []
-    for test in exercise.tests:
+    for test in sorted(exercise.tests, key=lambda test: test.is_cost):
+        if test.is_cost and any(result.outcome not in ("holds", "cost") for result in results):
+            break  # what a wrong answer costs says nothing
         result = _run_test(test, parts, seconds)
         if result is None:
             return Report(exercise, where, "not done", [])
