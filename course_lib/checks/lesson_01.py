@@ -91,7 +91,7 @@ def right_answer(function, prompt: list[int], max_tokens: int, saying: str, diag
     must = continuation(prompt, max_tokens)
     given = call_of(function, prompt, max_tokens, **{"eos_token_id": None, **more})
     if got == prompt + must:
-        raise Wrong("the new tokens alone come back, without the prompt", given=given, got=got)
+        raise Wrong("the new tokens alone come back, without the prompt", given=given, got=f"returned {got}")
     if got != must:
         raise Wrong(saying, given=given,
                     got=f"returned {got} after these calls: {calls_text(model)}", concept=diagnose(model, prompt))  # fmt: skip

@@ -152,7 +152,8 @@ print(f"You said: changed {my_guess_changed}, needed {my_guess_needed}.")
 # ## The cache of a real model
 #
 # > **Predict, then run.** In the prompt, a token is a number below 49,152: two bytes would do. How many bytes does
-# > SmolLM2 keep for it in the KV cache?
+# > SmolLM2 keep for it in the KV cache? (It has 30 layers; each keeps the keys and values of 3 heads, 64 numbers a head,
+# > 4 bytes a number.)
 
 # %% name="guess-bytes"
 my_guess_bytes = 2  # write yours
@@ -171,8 +172,9 @@ print(f"{per_token:,} bytes for each token, in {len(cache.layers)} layers. You s
 print(f"The weights have {weights / 1e6:.0f} MB: as much as the cache of {weights / per_token:,.0f} tokens.")
 
 # %% [markdown]
-# 30 layers × 2 (a key and a value) × 3 heads × 64 numbers × 4 bytes = 46,080. A page of text, some 600 tokens, takes 28 MB: more than a photograph. This is why the next lesson is about memory, and the one after
-# it, and the one after that.
+# 30 layers × 2 (a key and a value) × 3 heads × 64 numbers × 4 bytes = 46,080 bytes. A page of text, some 600 tokens,
+# takes 28 MB: more than a photograph. This is why the next lesson is about memory, and the one after it, and the one
+# after that.
 #
 # Our cache now holds the prompt. From here on, each call gets **one** token, the one that has no keys and values yet.
 
@@ -301,9 +303,9 @@ runner = ModelRunner(loaded)
 
 
 def step_seconds(num_tokens: int) -> float:
-    """One step of the engine that takes `num_tokens` tokens: the shortest of six, the least disturbed."""
+    """One step of the engine that takes `num_tokens` tokens: the shortest of several, the least disturbed."""
     times = []
-    for _ in range(6):
+    for _ in range(8 if num_tokens <= 64 else 4):
         engine = Engine(runner, EngineConfig(max_prefill_chunk_size=None, enable_prefix_caching=False))
         engine.add_request(document[:num_tokens], SamplingParams(max_tokens=1))
         engine.step()
@@ -343,8 +345,9 @@ axes.minorticks_off()
 axes.legend(frameon=False)
 show_figure(figure, "Time of one forward pass against its tokens, both axes logarithmic: "
             + ", ".join(f"{t * 1e3:.0f} ms for {count}" for count, t in zip(counts, times))
-            + f". 8 tokens take {times[3] / times[0]:.1f} times as long as 1, 512 take {times[9] / times[6]:.1f} times as long as 64. "
-            f"Dashed: reading the weights once, {read * 1e3:.0f} ms. Dotted: proportional to the tokens, through the last point.")
+            + f". 8 tokens take {times[3] / times[0]:.1f} times as long as 1, "
+            f"512 take {times[9] / times[6]:.1f} times as long as 64. Dashed: reading the weights once, "
+            f"{read * 1e3:.0f} ms. Dotted: proportional to the tokens, through the last point.")
 
 # %% [markdown]
 # Two regimes, and a knee between them.
