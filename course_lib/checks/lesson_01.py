@@ -67,8 +67,8 @@ def answer_of(function, prompt: list[int], max_tokens: int, **more) -> tuple[lis
     """The learner's answer as a list of ints, and the model that it called."""
     model, before = RecordingModel(), list(prompt)
     got = function(model, prompt, max_tokens, **more)
-    call = call_of(function, before, max_tokens, **more)
-    require(prompt == before, "the prompt that you were given stays as it was", given=call, got=f"changed it to {prompt}")
+    call = call_of(function, before, max_tokens, **{"eos_token_id": None, **more})
+    require(prompt == before, "the prompt that you were given stays as it was", given=call, got=f"your function changed `prompt` to {prompt}")
     try:
         return [index(token) for token in (got.tolist() if hasattr(got, "tolist") else got)], model
     except TypeError:
@@ -82,14 +82,18 @@ def call_of(function, *args, **more) -> str:
 
 def calls_text(model: RecordingModel) -> str:
     """The calls as a learner can read them."""
-    return "; ".join(f"{count} token{'s' * (count > 1)} from position {start} on" for start, count, _ in model.calls[:5])
+    return "; ".join(f"{count} token{'s' * (count > 1)} from position {start} on" for start, count, _ in model.calls[:5]) or "no call"
 
 
 def right_answer(function, prompt: list[int], max_tokens: int, saying: str, diagnose=lambda model, prompt: None, **more) -> RecordingModel:
     """Require the right tokens. Which idea a wrong answer misses, the calls may tell: `diagnose` names it."""
     got, model = answer_of(function, list(prompt), max_tokens, **more)
-    if got != continuation(prompt, max_tokens):
-        raise Wrong(saying, given=call_of(function, prompt, max_tokens, **more),
+    must = continuation(prompt, max_tokens)
+    given = call_of(function, prompt, max_tokens, **{"eos_token_id": None, **more})
+    if got == prompt + must:
+        raise Wrong("the new tokens alone come back, without the prompt", given=given, got=f"returned {got}")
+    if got != must:
+        raise Wrong(saying, given=given,
                     got=f"returned {got} after these calls: {calls_text(model)}", concept=diagnose(model, prompt))  # fmt: skip
     return model
 

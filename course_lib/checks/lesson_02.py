@@ -7,7 +7,7 @@ from collections import deque
 
 from ..block_manager import BlockManager
 from ..sequence import Sequence
-from .exercise import Exercise, Wrong, expect, require
+from .exercise import Exercise, Wrong, expect, plain, require
 
 new_blocks = Exercise("02.1", "new_blocks_needed", "How many new blocks a chunk needs")
 manager = Exercise("02.2", "MyBlockManager", "Hand out blocks, share them, take them back")
@@ -31,14 +31,27 @@ def needs(function, saying: str, cached_tokens: int, new_tokens: int, block_size
            gives=new_by_counting(cached_tokens, new_tokens, block_size), saying=saying, concept=concept)  # fmt: skip
 
 
+def needs_rounded_up(function, saying: str, new_tokens: int) -> None:
+    """The first chunk of a request, in blocks of 4. A wrong count is either rounded down (B2) or takes room for free that isn't held (B1)."""
+    try:
+        needs(function, saying, 0, new_tokens, 4)
+    except Wrong as wrong:
+        if plain(function(cached_tokens=0, new_tokens=8, held_blocks=0, block_size=4)) == 2:
+            wrong.concept = "B2"
+        else:
+            wrong.concept = "B1"
+            wrong.saying += "; how many slots are free when it holds no block yet, or when its last one is full?"
+        raise
+
+
 @new_blocks.test("a chunk smaller than a block", concept="B2")
 def _(new_blocks_needed):
-    needs(new_blocks_needed, "three tokens need a place, though they don't fill it", 0, 3, 4)
+    needs_rounded_up(new_blocks_needed, "three tokens need a place, though they don't fill it", 3)
 
 
 @new_blocks.test("a chunk of several blocks, the last one not full", concept="B2")
 def _(new_blocks_needed):
-    needs(new_blocks_needed, "every token has a place, the last ones too", 0, 10, 4)
+    needs_rounded_up(new_blocks_needed, "every token has a place, the last ones too", 10)
 
 
 @new_blocks.test("a chunk that fits into the last block", concept="B1")
@@ -162,7 +175,7 @@ def _(MyBlockManager):
     for tokens, blocks in ((3, 1), (4, 1), (6, 2), (15, 4)):
         before = books.table("Ana")
         books.allocate("Ana", tokens)
-        books.expect_blocks("Ana", blocks, "the table has as many blocks as all of its tokens fill, those that it had before included")
+        books.expect_blocks("Ana", blocks, "as many blocks as all tokens of the request fill: num_tokens counts the cached ones too")
         require(books.table("Ana")[: len(before)] == before, "what it had before stays where it was: there are keys and values in it",
                 given=books.given, got=f"from {before} to {books.table('Ana')}")  # fmt: skip
 
@@ -217,6 +230,19 @@ def _(MyBlockManager):
     books.expect_free(2, "when the last owner leaves, the shared block is free as well")
 
 
+@manager.test("who shares has a table of its own", concept="B6")
+def _(MyBlockManager):
+    for grows, stays in (("Ana", "Ben"), ("Ben", "Ana")):
+        books = Books(MyBlockManager, num_blocks=6)
+        books.allocate("Ana", 8)
+        before = books.table("Ana")
+        books.story.append("Ben shares all of Ana's blocks: share(Ben, Ana.block_table)")
+        books.manager.share(books["Ben"], books["Ana"].block_table)
+        books.allocate(grows, 12)
+        require(books.table(stays) == before, f"a block for {grows} comes into {grows}'s table and into no other", given=books.given,
+                got=f"{stays}'s block table grew, too: from {before} to {books.table(stays)}")  # fmt: skip
+
+
 @manager.test("the same blocks given back a second time", concept="B8")
 def _(MyBlockManager):
     books = Books(MyBlockManager, num_blocks=4)
@@ -239,6 +265,34 @@ def _(MyBlockManager):
     books.free("Ben")
     books.free("Chen")
     books.expect_free(4, "afterwards everything goes on as if the second time had not been")
+
+
+@manager.test("a table with a block that nobody holds", concept="B8")
+def _(MyBlockManager):
+    for is_last in (True, False):
+        books = Books(MyBlockManager, num_blocks=4)
+        books.allocate("Ana", 4)
+        [held] = books.table("Ana")
+        books.share("Ben", [held])
+        other = (held + 1) % 4
+        table = [held, other] if is_last else [other, held]
+        books["Ana"].block_table = list(table)
+        books.story += [f"by some mistake, Ana's table is {table}, though nobody holds block {other}", "Ana gives back all"]
+        try:
+            books.manager.free(books["Ana"])
+        except ValueError:
+            pass
+        else:
+            raise Wrong("free raises ValueError, because a block in the table is held by nobody", given=books.given, got="no error")
+        nothing = "free raised ValueError, so nothing has changed"
+        require(books.table("Ana") == table, nothing + ": not the table", given=books.given, got=f"Ana's block table is {books.table('Ana')}")
+        books.expect_free(3, nothing + ": not what is free")
+        books["Ana"].block_table = [held]
+        books.story.append(f"Ana's table is mended to [{held}]")
+        books.free("Ben")
+        books.expect_free(3, nothing + f": block {held} still counted two owners, and Ana is left")
+        books.free("Ana")
+        books.expect_free(4, "now its last owner has left")
 
 
 @manager.test("a long day")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from .exercise import Exercise, Wrong, plain, require
+from .exercise import Exercise, Wrong, plain, require, shown
 
 # ---- 04.1
 
@@ -170,7 +170,7 @@ paged = Exercise("04.2", "paged_attention", "Attention through the block table")
 def _(paged_attention):
     case = Case((1, 1), tables=[[0]])
     got = case.run(paged_attention)
-    require(not case.differs(got), "with a single key, its weight is 1", given=case.words, got=got)
+    require(not case.differs(got), "with a single key, its weight is 1", given=f"{case.words}, values[0] = {shown(plain(case.values[0]))}", got=got)
 
 
 @paged.test("a decode reads what earlier steps left", concept="M4")
@@ -219,13 +219,26 @@ def _(paged_attention):
     see_rows(lambda case: case.run(paged_attention), "M2", "M1", Case((8, 3)), 1, "a chunk of 3 tokens after 5 cached ones")
 
 
-@paged.test("what lies in free slots doesn't matter", concept="M5")
+@paged.test("the weights are the softmax of the scaled scores")
+def _(paged_attention):
+    case = Case((4, 4))
+    got = case.run(paged_attention)
+    require(not case.differs(got), "each score is query · key · scaling, and the weights are the softmax of the scores",
+            given=f"{case.words}, scaling={case.scaling}", got=got)  # fmt: skip
+
+
+@paged.test("what lies in free slots doesn't matter")
 def _(paged_attention):
     for requests in (((6, 1),), ((7, 3),), ((5, 5),)):
         case = Case(*requests, fill=math.nan)
         got = case.run(paged_attention)
-        require(not case.differs(got), "the slots that hold none of the request's tokens aren't read",
-                given=case.words + ", NaN in every other slot", got=got)  # fmt: skip
+        if not case.differs(got):
+            continue
+        is_nan = any(math.isnan(number) for number in flat(got))
+        if is_nan or case.differs(Case(*requests, fill=0.0).run(paged_attention), Case(*requests, fill=9.0).run(paged_attention)):
+            raise Wrong("the slots that hold none of the request's tokens aren't read", given=case.words + ", NaN in every other slot",
+                        got=got, concept="M5")  # fmt: skip
+        raise Wrong("the numbers must be those of softmax attention, to four digits", given=case.words, got=got)
 
 
 @paged.test("two requests together are as each alone", concept="M8")

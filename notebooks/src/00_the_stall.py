@@ -238,7 +238,7 @@ assert ratio["longest gap in a stream, s"] < 1, "something else kept the machine
 
 # %% [markdown]
 # The steadiest chats of all, and the longest wait for the document. Chunk size is a trade, not a setting with a right
-# value. Lesson 11 lets you turn that knob, lesson 12 measures it.
+# value. Lesson 11 lets you turn that knob, `make bench` measures it.
 #
 # ## The rule
 #

@@ -19,9 +19,9 @@ house("block_manager")
 # %% [markdown]
 # ## Sixty people and one memory
 #
-# Lesson 01 ended with a price: 46,080 bytes of keys and values for every token of SmolLM2, 131,072 for Llama-3-8B. All
-# requests that run at the same time share what memory there is. Let that be room for **8,192 tokens**, and let sixty
-# people send a chat message at nearly the same moment.
+# Lesson 01 ended with a price: 46,080 bytes of keys and values for every token of SmolLM2 (in float32), 131,072 for
+# Llama-3-8B (in bfloat16). All requests that run at the same time share what memory there is. Let that be room for
+# **8,192 tokens**, and let sixty people send a chat message at nearly the same moment.
 #
 # Nobody knows how long an answer will be. But no text, prompt and answer together, may be longer than **1,024
 # tokens**. So reserve 1,024 for each request, in one piece, and nothing can go wrong.
@@ -104,8 +104,8 @@ for block_size in (1024, 512, 256, 64, 16, 4, 1):
 # Below 16 there is hardly anything left to win, and every block has its price: an entry in a table, and a jump in memory
 # whenever attention passes from one block to the next (lesson 04).
 #
-# The last column is an honest cost of the whole idea. Who gives memory only when it is needed can promise more than
-# there is. Sometimes a running request finds no free block; the engine then takes the blocks of the newest one and
+# The last column is an honest cost of the whole idea. Whoever gives memory only when it is needed can promise more
+# than there is. Sometimes a running request finds no free block; the engine then takes the blocks of the newest one and
 # lets it start again later. That is called *preemption*, and lesson 05 comes to it. Sixty people are served in a third
 # of the steps all the same.
 #
@@ -152,8 +152,8 @@ print(f"free, in the order in which they will be handed out: {free}")
 
 # %% [markdown]
 # Ana's prompt got its five blocks together. While she was being answered, the others took blocks too, so her table jumps.
-# What Ben and Dora gave back when they ended went to the end of the free list, to be handed out again: Ana's last block,
-# number 18, was Ben's before.
+# What Ben and Dora gave back when they ended went to the end of the free list (last block first), to be handed out again:
+# Ana's last block, number 18, was Ben's before.
 #
 # To Ana it makes no difference: the table says where a token is, and attention follows the table. Does it really make
 # none? SmolLM2, once with the free blocks in order and once shuffled:
@@ -220,7 +220,7 @@ print(f"8,192 tokens in chunks of 1,024:  blocks held {blocks_after_each_chunk(8
 # ## Up front, or per chunk?
 #
 # There is another way. When the prompt is admitted, give it blocks for all of its 1,000 tokens; each chunk then writes
-# where it has to, and no chunk can ever lack a block. Three lines turn our block manager into that one:
+# where it has to, and no chunk can ever lack a block. A class with one method turns our block manager into that one:
 
 # %% name="up-front"
 class UpFront(BlockManager):
@@ -253,14 +253,17 @@ def serve_document(block_manager: type, cancel_after: int | None = None) -> Engi
 
 
 # %% [markdown]
-# The pool has 80 blocks. The document needs 63 of them in the end, a chat 4.
+# The pool has 80 blocks of 16. Three chats begin in step 0. The document arrives in step 3, in chunks of 128 tokens, one
+# a step, and three more chats in step 4. A chat has a prompt of 40 tokens; the first three get 20 tokens, the others 16.
+# So the document needs 63 blocks in the end, a chat 4. All chats get a token in every step in which they hold their blocks,
+# and a request whose last chunk of the prompt is computed in a step gets its first token in that step.
 #
-# > **Predict, then run.** How many steps after its arrival does the last chat get its first token, up front and per chunk?
-# > And the document?
+# > **Predict, then run.** In which step after its arrival (that of its arrival is 1) does the last chat get its first token,
+# > up front and per chunk? And the document?
 
 # %% name="guess-up-front"
-my_guess_chat = {"up front": 1, "per chunk": 1}  # steps until chat 6 has its first token: write yours
-my_guess_document = {"up front": 1, "per chunk": 1}  # steps until the document has its first token: write yours
+my_guess_chat = {"up front": 2, "per chunk": 2}  # the step in which chat 6 has its first token: write yours
+my_guess_document = {"up front": 2, "per chunk": 2}  # the step in which the document has its first token: write yours
 
 # %% name="compare"
 runs = {"up front": serve_document(UpFront), "per chunk": serve_document(BlockManager)}
@@ -273,8 +276,8 @@ def steps_to_first_token(engine: Engine, name: str) -> int:
 
 for name, engine in runs.items():
     chat_6, document = (steps_to_first_token(engine, who) for who in ("chat 6", "document"))
-    print(f"{name:10} first token of chat 6 after {chat_6:2} steps (you said {my_guess_chat[name]}), "
-          f"of the document after {document:2} (you said {my_guess_document[name]})")
+    print(f"{name:10} first token of chat 6 in its step {chat_6:2} (you said {my_guess_chat[name]}), "
+          f"of the document in its step {document:2} (you said {my_guess_document[name]})")
 traces = [engine.trace for engine in runs.values()]
 titles = ("Blocks up front", "Blocks per chunk")
 show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=titles))
@@ -282,8 +285,9 @@ show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=tit
 # %% [markdown]
 # Above, the document takes 63 blocks for its first 128 tokens. What it holds and doesn't use yet is denied to chats that would
 # have used it at once: one of them is turned away at the door, another one loses its blocks in the middle.
-# Below, the chats get what is free, and the document goes on while it can. Then *it* waits, half-filled, until the
-# chats are done.
+# Below, the chats get what is free, and the document goes on while it can. Then *it* waits, part-filled, until the
+# chats are done. That is its 18: seven chunks in seven steps, which fill 56 blocks; six chats hold 21 by then, so 3 are free,
+# and the last chunk needs 7. It waits for ten steps, till the chats end, and is computed in the next.
 #
 # | | up front | per chunk |
 # |---|---|---|
@@ -338,16 +342,16 @@ blocks = engine.block_manager
 tables = {name: state.block_table for name, state in engine.snapshot().items()}
 print("block tables:    ", tables)
 print("reference counts:", {block: blocks.ref_counts[block] for block in sorted({*tables["Ana"], *tables["Ben"]})})
-picture = show(block_map(engine.trace, title="Two requests, two blocks in common"), block_map_alt(engine.trace))
+show(block_map(engine.trace, title="Two requests, two blocks in common"), block_map_alt(engine.trace))
 
+# %% name="cancel-shared"
 before = blocks.num_free
 engine.cancel("Ana")
-print(f"\nfree blocks: {before} before the cancel, {blocks.num_free} after. You said {my_guess_freed} become free.")
+print(f"free blocks: {before} before the cancel, {blocks.num_free} after. You said {my_guess_freed} become free.")
 while engine.has_unfinished_requests():
     for output in engine.step():
         if output.request_id == "Ben" and output.finished:
             print("Ben's tokens are right:", output.token_ids == runner.solo(instructions + tokens(2, 10), 8))
-picture
 
 # %% [markdown]
 # Giving back means: one owner less. Only who gives back the *last* reference makes the block free. Had Ana's cancel freed all
@@ -357,7 +361,9 @@ picture
 #
 # A block manager that errs doesn't crash. It hands out a block twice, and two people's answers turn to nonsense; or it
 # forgets one, and a week later the server is "full" with nobody there. So write down what must be true, and
-# check it. The engine's own check, which its tests call after every step:
+# check it. The engine's own check, which its tests call after every step. (`_free` are the blocks with nothing in them to
+# reuse. `_cached` are free blocks too, held by nobody; their content is kept for a prompt that begins with the same tokens,
+# until the memory is needed: lesson 09. Without prefix caching `_cached` is empty.)
 
 # %% name="source-check"
 source(BlockManager.check, mark=("counts == self.ref_counts", "listed as free twice", "free + used != num_blocks"))
@@ -405,7 +411,7 @@ print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {
 # go wrong, and what can't with blocks up front?
 #
 # <details><summary>Answer</summary>
-# Each needs 38 blocks. If both are prefilled in turns, both get stuck half-filled, at 32 blocks each: neither can go on,
+# Each needs 38 blocks. If both are prefilled in turns, both get stuck part-filled, at 32 blocks each: neither can go on,
 # neither gives anything back. Somebody has to notice and preempt one of them. Up front, the second isn't
 # admitted before the first is done. Finishing one prefill before beginning the next avoids it nearly as well.
 # </details>

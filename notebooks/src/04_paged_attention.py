@@ -95,7 +95,7 @@ print(f"in one piece: {ask('is_causal', None)!r}")
 
 # %% name="guess-row-0"
 my_guess_must = 1  # write yours
-my_guess_is_causal = 1  # write yours
+my_guess_is_causal = 3  # write yours
 
 # %% name="what-is-causal-does"
 def mask_in_use(num_queries, num_keys):
@@ -223,7 +223,8 @@ print("sums of the rows:", [round(x, 1) for x in weights.sum(dim=1).tolist()])
 # %% [markdown]
 # The third line is what one gets by taking neighbours in memory for neighbours in the text. The fourth forgets the
 # earlier chunks: the model would read the chunk as if the document began there. And the last one has the mask in the
-# wrong place: the weights of keys that were set to 0 are missing in the sum.
+# wrong place: the weights that were set to 0 are missing in the sum. See the row sums printed beside it: the weights of the
+# first two rows add up to less than 1. (The third query sees all ten keys, so it loses nothing.)
 #
 # ## Slots that nobody may read
 #
@@ -254,11 +255,12 @@ print(f"You said {my_guess}.")
 # The second line is worse in practice, because it gives a number: whoever skips the mask in a decode ("it may look at
 # everything") *and* reads whole blocks gets an answer that depends on who had the block before.
 #
-# The engine's test for all this is brutal: before every step, fill every block that nobody holds with NaN.
+# The engine's test for all this is brutal: before every step, fill every block that nobody holds with NaN. To see the test
+# catch something, there is a fourth backend beside three of the engine's: it reads whole blocks and masks afterwards.
 
 # %% name="poison"
 def run_poisoned(name):
-    """The answer, with NaN in every free block before every step."""
+    """The answer, or the error, with NaN in every free block before every step."""
 
     def poison(scheduled):
         runner.kv_cache.poison(engine.block_manager.free_blocks())
@@ -268,13 +270,31 @@ def run_poisoned(name):
     engine = Engine(runner, config, on_step=poison)
     engine.block_manager.shuffle_free_blocks(seed=1)
     prompt = chat_prompt(runner.tokenizer, QUESTION)
-    return engine.generate([prompt], SamplingParams(max_tokens=24), progress=False)[0].text
+    [output] = engine.generate([prompt], SamplingParams(max_tokens=24), progress=False)
+    return f"error: {output.error}" if output.error else output.text
 
 
-for name in ("reference", "torch_paged", fastest):
-    print(repr(run_poisoned(name)))
+def whole_blocks_backend(query, layer, paged, scaling):
+    """Reads every slot of a request's blocks; those behind its last token get the weight 0, and 0 × NaN is NaN."""
+    output = torch.empty_like(query)
+    for s, length in enumerate(paged.context_lens):
+        rows, table = slice(paged.query_start_loc[s], paged.query_start_loc[s + 1]), paged.batch.block_tables[s]
+        slots = slot_mapping(table, 0, len(table) * 16, 16)
+        query_at = torch.arange(length - (rows.stop - rows.start), length)
+        mask = torch.arange(len(slots))[None, :] <= query_at[:, None]
+        output[rows] = attend_one(query[rows], paged.kv_cache.k[layer][slots], paged.kv_cache.v[layer][slots], mask, scaling)
+    return output
+
+
+attention.BACKENDS["whole_blocks"] = whole_blocks_backend
+for label, name in (("reference", "reference"), ("torch_paged", "torch_paged"), ("the fastest here", fastest),
+                    ("whole blocks, then a mask", "whole_blocks")):  # fmt: skip
+    print(f"{label:26}{run_poisoned(name)}")
 
 # %% [markdown]
+# Three answers are untouched by the NaN. The fourth request ends with an error: the zero weight didn't help, and the engine
+# doesn't guess a token from logits that hold NaN.
+#
 # ## Two requests in one row
 #
 # A step computes several requests at once: their tokens lie one after the other in a flat row (lesson 07 builds it).
@@ -322,7 +342,8 @@ print("each alone      ", [1.5, 2.0], "and", [100.0, 100.5, 101.0])
 # one factor.
 #
 # > **Predict, then run.** Six scores in two tiles: 1, 2, 3 and then 5, 1, 1. After the first tile the largest is 3, and the
-# > sum of the weights is e⁻² + e⁻¹ + 1 ≈ 1.50. What becomes of this 1.50 when the 5 arrives? (With e⁻² ≈ 0.14.)
+# > sum of the weights is e⁻² + e⁻¹ + 1 ≈ 1.50. Then the 5 arrives, and all weights are measured from it instead of from 3.
+# > What is this old sum of 1.50 worth now, before the weights of the new tile are added? (e⁻² ≈ 0.14.)
 
 # %% name="guess-shrink"
 my_guess_becomes = 1.50  # write yours
@@ -336,13 +357,15 @@ for tile_scores, tile_values in zip(scores.split(3), vals.split(3)):
     before = largest
     largest = max(before, tile_scores.max().item())
     factor = torch.tensor(before - largest).exp().item()  # what the older sums are still worth
-    print(f"tile {tile_scores.tolist()}: largest {before} -> {largest}; sum so far {total:.4f} -> {total * factor:.4f}")
+    older = total * factor
     tile_weights = (tile_scores - largest).exp()
-    total = total * factor + tile_weights.sum().item()
+    print(f"tile {tile_scores.tolist()}: largest {before} -> {largest}; older sum {total:.4f} shrinks to {older:.4f}; "
+          f"with this tile {older + tile_weights.sum().item():.4f}")
+    total = older + tile_weights.sum().item()
     weighted = weighted * factor + (tile_weights * tile_values).sum().item()
 
 print(f"\ntile by tile: {weighted / total:.4f}   all at once: {torch.softmax(scores, dim=0).dot(vals):.4f}")
-print(f"The 1.50 becomes {1.5032 * torch.tensor(-2.0).exp():.4f}. You said {my_guess_becomes}.")
+print(f"The old sum of 1.50 is now worth {1.5032 * torch.tensor(-2.0).exp():.4f}. You said {my_guess_becomes}.")
 
 # %% [markdown]
 # It shrinks by e³⁻⁵ ≈ 0.135, and so does the weighted sum: one factor for both, so their ratio stays true. This is the
@@ -364,8 +387,11 @@ mask_map(ones_and_zeros(*sees), queries=rows, keys=range(20), tile=4, title="Wha
 # Tiles behind the last query aren't loaded at all. Only the tile on the diagonal needs the mask.
 #
 # First, the program finds out what it is for. `tl.program_id` is its number, `tl.load` reads from memory, and a pointer
-# plus an `arange` is a whole tile of addresses. (The functions of this file are shown, not imported: Triton has packages
-# for Linux alone.)
+# plus an `arange` is a whole tile of addresses. `tiles` is a list that the engine makes before the launch, four numbers for
+# each tile of queries: its first row in the batch, how many queries it has from there on, the position of the first in its
+# sequence, and where that sequence's block table begins. `split` counts the parts into which the keys of a very
+# long context are cut, one program for each; where there are none, it is 0. (The functions of this file are shown, not
+# imported: Triton has packages for Linux alone.)
 
 # %% name="kernel-queries"
 from course_lib.lab.unimported import unimported
@@ -377,7 +403,8 @@ source(kernel, mark=("first_pos =", "query_pos ="), first="# 1.", last="query_po
 # A row of the tile isn't a token but a token *and* a head (`row // GROUP`, `row % GROUP`): query heads that share a K/V
 # head share its loads. The last line is our rule's left side: each row knows its **position in the sequence**.
 #
-# Then the walk over the keys, and this is where the attention is *paged*:
+# Then the walk over the keys, and this is where the attention is *paged*. `begin` and `end` are the positions of the
+# program's part of the keys: from 0 to behind the last key that its last query may see, if nothing was split.
 
 # %% name="kernel-keys"
 source(kernel, mark=("block =", "slot =", "is_key ="), first="for start in", last="scores = tl.dot")
@@ -421,7 +448,8 @@ def random_batch(requests):
         tables.append([blocks.pop() for _ in range(-(-length // 16))])
         starts.append(starts[-1] + num_queries)
     nothing, lens = [0] * starts[-1], [length for length, _ in requests]
-    return Batch(nothing, nothing, nothing, tables, lens, starts, [], [], [], block_size=16)
+    return Batch(token_ids=nothing, positions=nothing, slot_mapping=nothing, block_tables=tables, context_lens=lens,
+                 query_start_loc=starts, sample_rows=[], sequences=[], sampled=[], block_size=16)  # fmt: skip
 
 
 def output_of(name, batch, dtype, device):
@@ -474,7 +502,7 @@ else:
 #
 # The same number of ones: 78. Every pair of a query and a key that it may see occurs once, however the prompt is cut.
 # But the keys are read more often: whole, 12 of them; in chunks 4 + 8 + 12 = 24. That is part of what chunks cost: each
-# reads all earlier K/V again, so very small chunks are expensive (lesson 12 measures it).
+# reads all earlier K/V again, so very small chunks are expensive (`make bench` measures it).
 # </details>
 #
 # 2. Somebody sorts the tokens inside each chunk before the forward pass, for some reason, and moves nothing else. Then

@@ -358,7 +358,7 @@ while engine.has_unfinished_requests():
 #   documentation of that time says what follows: better time to first token, slower inter-token latency. In V1,
 #   chunked prefill is on and decode goes first. The budget is `--max-num-batched-tokens`, the seats are
 #   `--max-num-seqs`.
-# - transformers has the idea too, in `generate_batch()`; lesson 12 measures it.
+# - transformers has the idea too, in `generate_batch()`.
 #
 # ## Three questions
 #

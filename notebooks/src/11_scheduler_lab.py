@@ -370,4 +370,4 @@ print(arena(Oracle(), save=False))
 #
 #    </details>
 #
-# **Lesson 12** leaves the simulator and measures: the whole ladder, on your machine.
+# `make bench` leaves the simulator and measures the engine on your machine.

@@ -116,8 +116,9 @@ class MyBlockManager:
         return len(self.free_list)
 
     def allocate(self, sequence, num_tokens):
-        """Append blocks to sequence.block_table until it has room for num_tokens tokens in all.
+        """Append blocks to sequence.block_table until it has room for num_tokens tokens.
 
+        num_tokens counts all tokens of the request, those that have their place already included.
         True if that was done (also when it had room already). False, and nothing has changed, if too few
         blocks are free. The blocks in the table before stay as they are.
         """
@@ -133,7 +134,10 @@ class MyBlockManager:
         ### END SOLUTION
 
     def share(self, sequence, blocks):
-        """Put `blocks`, which another request holds, into the empty table of `sequence`, in this order."""
+        """Put `blocks`, which another request holds, into the empty table of `sequence`, in this order.
+
+        `blocks` may be that other request's own table: don't keep it.
+        """
         ### BEGIN SOLUTION
         for block in blocks:
             self.ref_counts[block] += 1
@@ -141,7 +145,7 @@ class MyBlockManager:
         ### END SOLUTION
 
     def free(self, sequence):
-        """Take back all blocks of `sequence`; its table is empty afterwards.
+        """Take back all blocks of `sequence`; its table is empty afterwards. The order in the free list doesn't count.
 
         ValueError, and nothing has changed, if a block in its table is held by nobody.
         """

@@ -14,6 +14,11 @@ MUTANTS = [
     ("B6", "02.2", "for block in blocks:\n            self.ref_counts[block] += 1", "pass"),  # sharing that doesn't count
     ("B6", "02.2", "self.ref_counts[block] -= 1", "self.ref_counts[block] = 0"),
     ("B8", "02.2", "if 0 in (self.ref_counts[block] for block in held):", "if False:"),
+    ("B8", "02.2", "if 0 in (self.ref_counts[block] for block in held):\n            raise ValueError(f\"held by nobody: a block of {held}\")\n        for block in held:",
+     "for block in held:\n            if not self.ref_counts[block]:\n                raise ValueError(block)"),  # half-way
+    ("B6", "02.2", "sequence.block_table.extend(blocks)", "sequence.block_table = blocks"),
+    ("B1", "02.1", "full, rest = divmod(cached_tokens + new_tokens, block_size)",
+     "room = block_size - cached_tokens % block_size\n    held_blocks = 0\n    full, rest = divmod(max(0, new_tokens - room), block_size)"),
     ("B8", "02.2", "self.free_list.append(block)", "self.free_list += [block, block]"),
     ("B12", "02.3", "needed + reserve <= num_free", "num_free > reserve"),
     ("B2", "02.3", "needed += 1", "pass"),
@@ -77,8 +82,10 @@ class MyBlockManager:
         self.owners.update({block: self.owners[block] + 1 for block in blocks})
 
     def free(self, sequence):
+        if not all(map(self.owners.get, sequence.block_table)):
+            raise ValueError("a block without an owner")
         for block in sequence.block_table:
-            self.owners[block] = max(0, self.owners[block] - 1)
+            self.owners[block] -= 1
         sequence.block_table = []
 ''',
         '''
@@ -106,10 +113,10 @@ class MyBlockManager(Pool):
         self.count.update(blocks)
 
     def free(self, sequence):
+        if any(self.count[block] < 1 for block in sequence.block_table):
+            raise ValueError("nobody holds this block")
         while sequence.block_table:
             block = sequence.block_table.pop()
-            if self.count[block] < 1:
-                raise ValueError("nobody holds this block")
             self.count.subtract([block])
             if not self.count[block]:
                 self.idle.appendleft(block)
