@@ -34,19 +34,21 @@ class TimeLimit:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.thread = seconds, threading.get_ident()
-        self.inside, self.watching = threading.Lock(), threading.Lock()
+        self.ready, self.inside, self.watching = threading.Lock(), threading.Lock(), threading.Lock()
 
     def __enter__(self) -> TimeLimit:
-        self.inside.acquire()
-        self.watching.acquire()
+        for lock in (self.ready, self.inside, self.watching):
+            lock.acquire()
         threading.Thread(target=self._watch, daemon=True).start()
+        self.ready.release()  # the time runs from here on: starting a thread must not be interrupted
         return self
 
     def _watch(self) -> None:
+        self.ready.acquire()
         wait = self.seconds
         while not self.inside.acquire(timeout=wait):
             _raise_in(self.thread, TimeUp)
-            wait = min(wait, 0.2) / 2 + 0.0005  # ever faster: a bare `except:` inside a loop swallows it most times
+            wait = 0.02  # again: a bare `except:` inside a loop swallows many of them
         self.watching.release()
 
     def __exit__(self, *error: object) -> None:
