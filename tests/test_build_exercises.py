@@ -101,7 +101,7 @@ def test_both_keep_every_rule(built):
 
 
 def test_the_first_cell_says_whose_notebook_it_is(built):
-    assert "yours to work in" in built.exercise.read_text() and "Don't edit this file" in built.solution.read_text()
+    assert "yours to work in" in built.exercise.read_text() and "Type and run here" in built.solution.read_text()
 
 
 def test_building_twice_changes_no_byte(built):

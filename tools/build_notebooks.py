@@ -52,8 +52,8 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 LANGUAGE = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python", "nbconvert_exporter": "python",
             "pygments_lexer": "ipython3", "codemirror_mode": {"name": "ipython", "version": 3}}
-NOTE = ("<small>Built from `{source}`. Don't edit this file: edit that one, or save a copy of this notebook "
-        "in another folder for your own work.</small>")
+NOTE = ("<small>Built from `{source}`. Type and run here as you like; to change the course's own version, edit that file "
+        "and build again.</small>")
 NOTE_FOR_WORK = ("<small>Built from `{source}`. This notebook is yours to work in: once you have changed it, the course "
                  "never overwrites it.</small>")
 YOURS = "needs-your-code"  # the tag of a cell that fails as long as an exercise isn't done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from .run import Report, Result
@@ -93,10 +94,15 @@ def as_html(report: Report) -> str:
         parts.append(f"<div><b>{escape(result.test.what)}</b>{note}</div><table>")
         for label, text in details(result):
             cell = "text-align:left;vertical-align:top;white-space:pre-wrap"
-            code = f"<code>{escape(text)}</code>" if label in ("given", "you", "happened") else escape(text)
+            code = f"<code>{escape(text)}</code>" if label in ("given", "you", "happened") else _emphasised(escape(text))
             parts.append(f'<tr><th style="{cell}">{escape(label)}</th><td style="{cell}">{code}</td></tr>')
         parts.append("</table>")
     return "".join([*parts, "</div>"])
+
+
+def _emphasised(text: str) -> str:
+    """Words between asterisks, as in Markdown."""
+    return re.sub(r"\*(\w[^*\n]*)\*", r"<em>\1</em>", text)
 
 
 class Card:

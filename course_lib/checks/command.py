@@ -16,4 +16,5 @@ def main(args) -> int:
     load()
     text, is_done = table(read_progress())
     print(text)
+    print("(as remembered from the check cells; `check exercises` runs the notebooks again)")
     return 0 if is_done else 1

@@ -22,6 +22,10 @@ from .concepts import CONCEPTS
 class NotDone(NotImplementedError):
     """What the stub of an exercise raises: `raise NotDone("03.1 slot_mapping")`."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it: one line, and no way through the engine."""
+        return [f"NotDone: {self} isn't written yet. Write it in its cell, then run this one again."]
+
 
 class Wrong(Exception):
     """A test that doesn't hold.
