@@ -136,7 +136,7 @@ print("five requests, in company, and each got the tokens that it would have got
 # %% [markdown] name="task-07-2"
 # ## 07.2 `run_prefill_chunk`
 #
-# Write the entry that computes one chunk of one request on a real model: a batch of one, handed to `runner.forward`. If the
+# Write the entry that computes one chunk of one request on a real model: a batch of one, which you hand to `runner.forward`. If the
 # chunk completes the prompt, return the logits of its last token; if not, there is nothing to return.
 #
 # ```text
