@@ -8,7 +8,7 @@ from ..engine import Engine
 from ..runners import FakeRunner
 from ..scheduler import ScheduledChunk, Scheduler
 from ..sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence, SequenceStatus
-from .exercise import Exercise, Wrong, require
+from .exercise import Exercise, NotDone, Wrong, require
 
 
 def sequence_of(prompt: int, cached: int = 0, generated: int = 0, status: SequenceStatus = WAITING, name: str = "r") -> Sequence:
@@ -33,7 +33,13 @@ def moved(advance, sequence: Sequence, start: int, count: int) -> tuple[str, str
     given += f"the chunk with the tokens {start} to {start + count - 1} is done"
     kind = "decode" if sequence.status is RUNNING else "prefill"
     is_last = start + count == sequence.known_token_count
-    advance(ScheduledChunk(sequence, start, count, kind, is_last))
+    try:
+        advance(ScheduledChunk(sequence, start, count, kind, is_last))
+    except RuntimeError as refusal:
+        if kind != "decode" or isinstance(refusal, NotDone):
+            raise
+        saying = "a decode doesn't change the state: one that is RUNNING stays so"
+        raise Wrong(saying, given=given, got=f"RuntimeError: {refusal}", concept="I8") from None
     return given, f"{sequence.status.name}, {sequence.cached_token_count} cached"
 
 
@@ -104,7 +110,8 @@ def _(advance):
 def _(advance):
     sequence = sequence_of(20)
     given, got = moved(advance, sequence, 16, 4)
-    require((sequence.status, sequence.cached_token_count) == (RUNNING, 20), "everything up to the chunk's end is cached", given=given, got=got)
+    saying = "where does this chunk end? Everything up to there is in the cache, wherever the chunk began"
+    require((sequence.status, sequence.cached_token_count) == (RUNNING, 20), saying, given=given, got=got)
 
 
 # ---- 06.2

@@ -1,4 +1,4 @@
-"""Checks of lesson 07: the flat row of a step, and one chunk of one request."""
+"""Checks of lesson 07: the flat batch of a step, and one chunk of one request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plug import plug
 
 # ---- 07.1
 
-layout = Exercise("07.1", "build_batch", "One flat row")
+layout = Exercise("07.1", "build_batch", "One flat batch")
 
 
 def request(name: str, prompt: int, table: list[int], generated: int = 0) -> Sequence:
@@ -32,6 +32,7 @@ class Layout:
         planned, words = [], []
         for sequence, start, count in chunks:
             end = start + count
+            sequence.cached_token_count = start
             is_decode = start >= len(sequence.prompt_token_ids)
             is_last = end == sequence.known_token_count
             planned.append(ScheduledChunk(sequence, start, count, "decode" if is_decode else "prefill", is_last))
@@ -58,8 +59,8 @@ def _(build_batch):
     row.expect("token_ids", [65000, 65001, 65002], "the prompt's tokens, in their order")
     row.expect("positions", [0, 1, 2], "the first token is at position 0")
     row.expect("slot_mapping", [0, 1, 2], "the slots that slot_mapping gives for it")
-    row.expect("query_start_loc", [0, 3], "one chunk: it begins at row 0, and the row ends at 3")
-    row.expect("context_lens", [3], "its last token can attend to three tokens")
+    row.expect("query_start_loc", [0, 3], "one chunk: it begins at row 0, and the batch ends at 3")
+    row.expect("context_lens", [3], "its last token can attend to three tokens", concept="M4")
     row.expect("block_tables", [[0]], "the block table of the one sequence")
     row.expect("block_size", 4, "the block size of the step")
     row.expect_names("sequences", ["Ana"], "the scheduled sequences")
@@ -88,7 +89,7 @@ def _(build_batch):
 def _(build_batch):
     row = Layout(build_batch, [(request("Ana", 3, [0]), 0, 3), (request("Ben", 2, [5]), 0, 2)])
     row.expect("token_ids", [65000, 65001, 65002, 66000, 66001], "one request's tokens, then the other's")
-    row.expect("query_start_loc", [0, 3, 5], "where each request begins, and where the row ends")
+    row.expect("query_start_loc", [0, 3, 5], "where each request begins, and where the batch ends")
     row.expect("context_lens", [3, 2], "a context per request")
     row.expect("block_tables", [[0], [5]], "a block table per request")
 
@@ -103,8 +104,8 @@ def _(build_batch):
 @layout.test("the chunk that completes the prompt gives one", concept="I7")
 def _(build_batch):
     row = Layout(build_batch, [(request("Ana", 12, [3, 1, 0]), 8, 4)])
-    row.expect("sample_rows", [3], "its last row gives the first token")
-    row.expect_names("sampled", ["Ana"], "its sequence gets it")
+    row.expect_names("sampled", ["Ana"], "its sequence gets the first token")
+    row.expect("sample_rows", [3], "its last row gives it; rows count from 0, so the last of four is row 3", concept="I3")
 
 
 @layout.test("a decode gives one, too", concept="I7")
@@ -129,6 +130,7 @@ def _(build_batch):
     row.expect("positions", [2, 4, 5, 6, 7, 0, 1, 2], "each request counts for itself", concept="P1")
     row.expect("slot_mapping", [26, 0, 1, 2, 3, 20, 21, 22], "each by its own block table", concept="S1")
     row.expect("query_start_loc", [0, 1, 5, 8], "three requests, four borders", concept="M8")
+    row.expect("context_lens", [3, 8, 3], "each one's last token attends to everything up to itself, and to nothing that isn't computed yet", concept="M4")
     row.expect("sample_rows", [0, 7], "the decode and the whole prompt give a token, the chunk in the middle doesn't")
     row.expect_names("sampled", ["Ana", "Note"], "who gets a token")
 
@@ -244,7 +246,7 @@ def _(run_prefill_chunk):
     alone = Alone(run_prefill_chunk, [5, 5])
     require(alone.results[-1] is not None, "two chunks of 5 are all of a prompt of 10: the second gives logits", given=alone.given,
             got="returned None for the second")  # fmt: skip
-    alone.expect("sample_rows", [4], "those of its last row", concept="I3")
+    alone.expect("sample_rows", [4], "those of its last row: a row of this batch, counted from 0, and not a position in the prompt", concept="I3")
 
 
 @chunk.test("the logits are the sampled row's own")

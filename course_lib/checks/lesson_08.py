@@ -196,6 +196,7 @@ class Step:
         self.tokens = {chunk[0].request_id: chunk[2] for chunk in chunks}
         self.got = "scheduled " + (", ".join(f"{chunk[0].request_id}: {chunk[2]}" for chunk in chunks) or "nothing")
         self.total = sum(chunk[2] for chunk in chunks)
+        self.tables = {s.request_id: list(s.block_table) for s in made.running + made.prefilling + made.waiting}
         after = [[s.request_id for s in queue] for queue in (made.running, made.prefilling, made.waiting)]
         self.require(
             after == queues, "the queues are as they were: the engine moves requests, after the forward pass", "C13"
@@ -205,7 +206,8 @@ class Step:
         for sequence, start, size, *_ in chunks:
             self.require(start == sequence.cached_token_count, f"{sequence.request_id} goes on where its cache ends", None)
             held = len(sequence.block_table) * made.block_size
-            self.require(held >= start + size, f"blocks for {sequence.request_id}'s chunk, allocated before it runs", "C9")
+            what = "token" if sequence.status is RUNNING else "chunk"
+            self.require(held >= start + size, f"blocks for {sequence.request_id}'s {what}, allocated before it runs", "C9")
 
     def require(self, condition, saying: str, concept: str | None) -> None:
         require(condition, saying, given=self.given, got=self.got, concept=concept)
@@ -233,6 +235,12 @@ def _(scheduler):
 def _(scheduler):
     step = Step(at_work(scheduler, budget=48, waiting=[("B", 100)]))
     step.require(step.tokens == {"B": 48}, "the budget is filled with B's first 48 tokens", "C8")
+
+
+@steps.test("a chunk has at most max_prefill_chunk_size tokens", concept="C3")
+def _(scheduler):
+    step = Step(at_work(scheduler, budget=128, chunk=32, waiting=[("B", 100)]))
+    step.require(step.tokens == {"B": 32}, "the budget has room for all of B, but a chunk has at most 32 tokens", "C3")
 
 
 @steps.test("decode and prefill share a step", concept="C1")
@@ -277,6 +285,24 @@ def _(scheduler):
     step.require(step.tokens == {"R": 1}, "R's token needs no new block", "C9")
 
 
+@steps.test("a decode at a block border gets its block", concept="C9")
+def _(scheduler):
+    step = Step(at_work(scheduler, running=[("R", 32)]))
+    step.require(step.tokens == {"R": 1}, "R's 32 tokens fill two blocks, and a third is free for the next one", "C9")
+
+
+@steps.test("a reader without a block is left out, and nobody else", concept="C9")
+def _(scheduler):
+    step = Step(at_work(scheduler, blocks=4, running=[("A", 32), ("B", 20)]))
+    step.require(step.tokens == {"B": 1}, "A needs a new block and none is free; B's last block has room, so B gets its token", "C9")
+
+
+@steps.test("the token of one that was left out goes to the prompts", concept="C11")
+def _(scheduler):
+    step = Step(at_work(scheduler, budget=8, blocks=4, running=[("A", 32)], prefilling=[("P", 32, 17)]))
+    step.require(step.tokens == {"P": 8}, "A finds no block and takes no token of the budget: all 8 are P's", "C11")
+
+
 @steps.test("nobody passes one that waits for blocks", concept="C6")
 def _(scheduler):
     step = Step(at_work(scheduler, blocks=6, running=[("R", 31)], prefilling=[("A", 200, 32)], waiting=[("W", 10)]))
@@ -287,6 +313,7 @@ def _(scheduler):
 def _(scheduler):
     step = Step(at_work(scheduler, seqs=2, running=[("R", 20)], prefilling=[("A", 24, 16)], waiting=[("W", 8)]))
     step.require("W" not in step.tokens, "two sequences are in flight, R and A: there's no room for W", "C18")
+    step.require(not step.tables["W"], "W gets no seat, so it takes no blocks either: look for a seat first", "C18")
     step = Step(at_work(scheduler, seqs=2, running=[("R", 20)], waiting=[("V", 8), ("W", 8)]))
     step.require("W" not in step.tokens, "V takes the last of two seats", "C18")
     step = Step(at_work(scheduler, seqs=1, prefilling=[("A", 24, 16)]))

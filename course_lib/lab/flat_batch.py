@@ -1,4 +1,4 @@
-"""One step's batch as what it is: one flat row of tokens.
+"""One step's batch as what it is: one flat batch of tokens.
 
     show(flat_batch(batch), flat_batch_alt(batch))
 """
@@ -63,4 +63,4 @@ def flat_batch_alt(batch: Batch) -> str:
         sampled = ", sampled" if any(start <= row < end for row in batch.sample_rows) else ", not sampled"
         rows = f"row {start}" if end - start == 1 else f"rows {start} to {end - 1}"
         parts.append(f"{rows}: {sequence.request_id}, {where}{sampled}")
-    return f"One flat row of {plural(len(batch.token_ids), 'token')}. {'; '.join(parts)}."
+    return f"One flat batch of {plural(len(batch.token_ids), 'token')}. {'; '.join(parts)}."

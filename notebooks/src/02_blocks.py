@@ -19,7 +19,7 @@ house("block_manager")
 # %% [markdown]
 # ## Sixty people and one memory
 #
-# Lesson 01 ended with a price: 46,080 bytes of keys and values for every token of SmolLM2 (in float32), 131,072 for
+# Lesson 01 showed a price: 46,080 bytes of keys and values for every token of SmolLM2 (in float32), 131,072 for
 # Llama-3-8B (in bfloat16). All requests that run at the same time share what memory there is. Let that be room for
 # **8,192 tokens**, and let sixty people send a chat message at nearly the same moment.
 #
@@ -106,7 +106,7 @@ for block_size in (1024, 512, 256, 64, 16, 4, 1):
 #
 # The last column is an honest cost of the whole idea. Whoever gives memory only when it is needed can promise more
 # than there is. Sometimes a running request finds no free block; the engine then takes the blocks of the newest one and
-# lets it start again later. That is called *preemption*, and lesson 05 comes to it. Sixty people are served in a third
+# lets it start again later. That is called *preemption*, and lesson 06 comes to it. Sixty people are served in a third
 # of the steps all the same.
 #
 # ## A block table
@@ -213,8 +213,8 @@ print(f"8,192 tokens in chunks of 1,024:  blocks held {blocks_after_each_chunk(8
 # from the chunk alone; it depends on where the chunk begins. A request gets a block when a token has nowhere else to go, and
 # not before.
 #
-# An upper limit is easy. The last line is the prompt of lesson 00: each chunk of 1,024 tokens takes **at most 64** blocks
-# of 16. If fewer are free than a chunk needs, the chunk can't be computed in this step. So the scheduler has
+# An upper limit is easy. The last line is the server-scale prompt of lesson 00: each chunk of 1,024 tokens takes
+# **at most 64** blocks of 16. If fewer are free than a chunk needs, the chunk can't be computed in this step. So the scheduler has
 # to know *before* it decides: blocks are a budget, beside the budget of tokens (lesson 08).
 #
 # ## Up front, or per chunk?
@@ -430,5 +430,5 @@ print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {
 # full blocks are shared (this engine, vLLM), or the block is copied for whoever writes first: *copy on write*.
 # </details>
 #
-# **Lesson 03** looks at a single line: given the table, in which slot does a token go? There are six wrong answers, and
-# each of them works for a while.
+# **Lesson 03** looks at a single line: given the table, in which slot does a token go? There are several wrong
+# answers, and each of them works for a while.

@@ -18,7 +18,7 @@ house("slots")
 # %% [markdown]
 # ## An engine that was right
 #
-# Lesson 02 ended with a **block table**: for each request, a list of the blocks that it holds. A block has room for
+# Lesson 02 showed a **block table**: for each request, a list of the blocks that it holds. A block has room for
 # `block_size` tokens, and each of these places is a **slot**: one row of K and one row of V, in every layer. Slots are
 # numbered through the whole pool, so block 5 with 16 tokens a block is slots 80 to 95.
 #

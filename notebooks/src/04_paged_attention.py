@@ -297,7 +297,7 @@ for label, name in (("reference", "reference"), ("torch_paged", "torch_paged"), 
 #
 # ## Two requests in one row
 #
-# A step computes several requests at once: their tokens lie one after the other in a flat row (lesson 07 builds it).
+# A step computes several requests at once: their tokens lie one after the other in a flat batch (lesson 07 builds it).
 # If the mask compares nothing but positions, what does request B see?
 #
 # Request A has computed 3 tokens before and brings 2 more (positions 3 and 4). Request B brings its first 3.

@@ -40,10 +40,11 @@ class NoTokenNoBlocks(BlockManager):
 
 # %% [markdown]
 # > **Predict, then run.** Five such users come, one after the other, each gone before the next arrives. Then an
-# > ordinary request with a prompt of 20 tokens. In which step does it get its first token?
+# > ordinary request with a prompt of 20 tokens. With *their* rule, in which step does it get its first token (0 for
+# > never)?
 
 # %% name="guess-leak"
-my_guess_first_token_after_steps = 1  # write yours
+my_guess_first_token_after_steps = 1  # 0 for never: write yours
 
 # %% name="leak"
 def impatient_users(block_manager):
@@ -102,7 +103,8 @@ from course_lib.sequence import Sequence, SequenceStatus
 source(SequenceStatus)
 
 # %% [markdown]
-# Now let the real engine take every way there is: short and long prompts, cancels and preemptions in each state. The
+# Now let the real engine take every way there is: short and long prompts, cancels and preemptions in each state. (A
+# request is *preempted* when its blocks are taken for another one: it goes back to WAITING and begins again later.) The
 # picture is drawn from its trace; a way that nobody took would be grey.
 
 # %% name="every-way"
@@ -170,15 +172,16 @@ except RuntimeError as refusal:
 #
 # ## Three counters
 #
-# *Where exactly* a request is, three fields say:
+# *Where exactly* a request is, three numbers say:
 #
-# - `prefilled_token_count`: tokens of the **prompt** whose K/V is in the cache;
 # - `cached_token_count`: tokens of **any kind** whose K/V is in the cache;
+# - `prefilled_token_count`: tokens of the **prompt** whose K/V is in the cache. It's computed from the one above, as
+#   `min(cached_token_count, prompt length)`, so there are two fields to keep, and three numbers to read;
 # - `generated_token_ids`: the tokens that were sampled, which the user gets.
 #
 # > **Predict, then run.** A prompt of 10 tokens, in chunks of 4. The last chunk has just run, and the first token of
-# > the answer was sampled. What are the three now? How many tokens are generated, how many cached, how many blocks of
-# > 4 does it hold?
+# > the answer was sampled. What are the three now? How many tokens are prefilled, how many cached, how many
+# > generated, and how many blocks of 4 does it hold?
 
 # %% name="guess-counters"
 my_guess = {"prefilled": 10, "cached": 11, "generated": 1, "blocks": 3}  # write yours
@@ -247,7 +250,8 @@ while engine.has_unfinished_requests():
 #
 # A counter says what *is* in the cache. The scheduler decides what *will be*. Between the two lies the forward pass,
 # and it can fail: out of memory, a device that resets, an interrupt. Here is a model that fails once, in its third
-# step, and a scheduler that is a little too eager: it counts a chunk as soon as it has planned it.
+# step, and a scheduler that is a little too eager: it counts a chunk as soon as it has planned it. (`commit`, which comes
+# after the forward pass, *sets* the counter to the chunk's end; so nothing is counted twice.)
 
 # %% name="eager"
 from course_lib import ModelRunner, demo, load_model
@@ -323,7 +327,7 @@ print(f"You said: {my_guess_ours!r} and {my_guess_eager!r}.")
 # %% name="rollback"
 engine = Engine(FakeRunner(fail_at={1}), small)
 engine.add_request(list(range(100, 110)), SamplingParams(max_tokens=3), request_id="r")
-print(" after  state       prefilled    cached generated    blocks")
+print(" after  state       prefilled    cached generated    blocks   ■ ● in the cache   □ ○ not")
 for step in range(5):
     try:
         engine.step()
@@ -343,7 +347,7 @@ for step in range(5):
 # %% name="preempted"
 engine = Engine(FakeRunner(), small)
 engine.add_request(list(range(100, 110)), SamplingParams(max_tokens=9), request_id="r")
-print(" after  state       prefilled    cached generated    blocks")
+print(" after  state       prefilled    cached generated    blocks   ■ ● in the cache   □ ○ not")
 tokens = []
 while engine.has_unfinished_requests():
     step = engine.scheduler.step
@@ -399,7 +403,8 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 #    end: one output with the reason `cancelled`.
 #    </details>
 #
-# 3. Could you do without the state, and look at `0 < prefilled_token_count < prompt_len` instead?
+# 3. Could you do without the state, and look at
+#    `0 < prefilled_token_count < len(prompt_token_ids)` instead?
 #
 #    <details><summary>Answer</summary>
 #

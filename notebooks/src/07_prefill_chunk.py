@@ -4,7 +4,7 @@
 # **After this lesson you can**
 #
 # - say what a model must be told about a piece of a prompt, so that the answer is that of the whole prompt;
-# - lay out a step's chunks and decodes as one flat row of tokens, and read such a row;
+# - lay out a step's chunks and decodes as one flat batch of tokens, and read such a batch;
 # - say which rows of it give a token, and why a request in the middle of its prompt gives none;
 # - test that cutting changes nothing: the cases that matter, and the number to compare.
 #
@@ -33,10 +33,10 @@ model = load_model("smollm2")
 class Restart(ModelRunner):
     """Each chunk numbers its tokens from 0."""
 
-    def forward(self, batch):
+    def forward_plainly(self, batch):
         borders = zip(batch.query_start_loc, batch.query_start_loc[1:])
         local = [batch.positions[a:b] if b - a == 1 else range(b - a) for a, b in borders]  # decodes as they are
-        return super().forward(replace(batch, positions=[position for piece in local for position in piece]))
+        return super().forward_plainly(replace(batch, positions=[position for piece in local for position in piece]))
 
 
 NOTES = """Notes of the meeting. The group met on Monday in the old library. Anna brought coffee and cake. They talked \
@@ -122,7 +122,7 @@ runner = ModelRunner(model)
 prompt = demo.chat_prompt(runner.tokenizer, NOTES)
 
 
-def last_logits(prompt, pieces, show=False):
+def last_logits(prompt, pieces, show=False, runner=runner):
     """The logits of the last token of a prompt that is computed in pieces of these sizes."""
     runner.init_kv_cache(num_blocks=16, block_size=16)
     blocks = BlockManager(16, 16)
@@ -195,14 +195,31 @@ for _ in range(6):
     print(f"{pieces!s:26} within 1e-4")
 
 # %% [markdown]
-# If the positions restarted, if a slot were computed from the index in the chunk, if a chunk forgot the chunks before
-# it: at least one row of these tables would say `False`. Take such a table to any engine that you don't trust.
+# Would such a table have found the mistake at the beginning of this lesson? The same cases, with `Restart`, against the
+# prompt in one piece:
+
+# %% name="restart-found"
+print(f"{'case':36}prompt  chunk  pieces   within 1e-4")
+found = 0
+for case, length, size in CASES:
+    pieces = [size] * (length // size) + [length % size] * (length % size > 0)
+    whole = last_logits(prompt[:length], [length])
+    cut = last_logits(prompt[:length], pieces, runner=Restart(model))
+    close = bool((whole - cut).abs().max() < 1e-4)
+    found += not close
+    print(f"{case:36}{length:6}{size:7}{len(pieces):8}   {close!s:>11}")
+assert 0 < found < len(CASES)
+print(f"\nThe mistake shows in {found} of {len(CASES)} cases.")
+
+# %% [markdown]
+# Not in every case, and that is why there are several: a prompt that fits into one chunk has nothing to restart, and
+# `Restart` leaves chunks of a single token alone. Take such a table to any engine that you don't trust.
 #
-# ## One row for everybody
+# ## One flat batch for everybody
 #
 # A step holds more than one chunk. Three people read along while a document is in the middle of its prompt and a note
-# begins and ends in this very step. The model runs **once**. So all their tokens lie in one flat row, one request after
-# the other, and a few lists say what is whose:
+# begins and ends in this very step. The model runs **once**. So all their tokens lie in one flat batch, one request
+# after the other, and a few lists say what is whose:
 
 # %% name="batch-source"
 from course_lib.batch import Batch, build_batch
@@ -214,8 +231,8 @@ source(Batch, mark=("query_start_loc  [S+1]", "sample_rows      [R]"), last="sam
 # Let the real engine plan that step, and stop before the model runs. Blocks have 4 tokens, a chunk has at most 12.
 #
 # > **Predict, then run.** Ana, Ben and Chen decode. The document's tokens 12 to 23 of 30 are computed, and all 10 of the
-# > note. That is 25 tokens of five requests. How many tokens come out of this step, and from which row of the flat row
-# > (the first is 0) comes the note's?
+# > note. That is 25 tokens of five requests. How many tokens come out of this step, and from which row of the flat
+# > batch (the first is 0) comes the note's?
 
 # %% name="guess-rows"
 my_guess_tokens_out = 5  # write yours
@@ -317,11 +334,11 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 # > **A chunk is computed as if it had never been cut out, with positions, slots and context by its place in the whole
 # > sequence, and only the last row of the last chunk gives a token.**
 #
-# Now lay out the row, and run a chunk: [exercise 07](../exercises/07_prefill_chunk.ipynb).
+# Now lay out the batch, and run a chunk: [exercise 07](../exercises/07_prefill_chunk.ipynb).
 #
 # ## What production does
 #
-# - The flat row is how vLLM, SGLang and FlashAttention's variable-length interface do it; `cu_seqlens_q` there is our
+# - The flat batch is how vLLM, SGLang and FlashAttention's variable-length interface do it; `cu_seqlens_q` there is our
 #   `query_start_loc`. In vLLM, `_prepare_inputs()` of `vllm/v1/worker/gpu_model_runner.py` builds it: positions are each
 #   request's `num_computed_tokens` plus its offset in the step, and `logits_indices` are the sampled rows.
 # - vLLM does sample the last row of an unfinished prompt, and throws the token away afterwards (`discard_request_mask`):

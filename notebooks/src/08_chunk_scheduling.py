@@ -66,7 +66,8 @@ show(compare(*pair, titles=titles, by="step"), compare_alt(*pair, titles=titles)
 
 # %% [markdown]
 # The same number of tokens went through the model. With one idea nine people read their answer, with the other
-# **nobody** does. Forty requests are begun, each with a quarter of its prompt computed, and they hold five times the
+# **nobody** does. (Not ten, as 40 × 64 / 256 would have it: of the 2,560 tokens the nine readers' own answers took 27,
+# three each.) Forty requests are begun, each with a quarter of its prompt computed, and they hold five times the
 # memory.
 #
 # In the picture, orange is a chunk of prompt, blue a token of an answer. Look for blue in the upper half.
@@ -220,8 +221,9 @@ for seats in (2, 3, 4):
 # And then **nobody behind it gets prefill in this step**, even if there are blocks enough for a smaller request.
 # Sounds wasteful?
 #
-# > **Predict, then run.** A document waits with a chunk that needs 16 blocks. In every step a small prompt arrives
-# > that needs 2, runs for eight steps and goes. If small ones may pass, after how many steps does the document go on?
+# > **Predict, then run.** A pool has 24 blocks. A document waits with a chunk that needs 16 of them. In every step a
+# > small prompt arrives that needs 2, runs for eight steps and goes. If small ones may pass, after how many
+# > steps does the document go on?
 
 # %% name="guess-passing"
 my_guess_document_goes_on_after = 10  # steps; 0 for never: write yours
@@ -233,7 +235,7 @@ def pool_of_24(may_pass: bool, steps: int = 200):
     free, ends = 24, []
     for step in range(1, steps):
         free += 2 * sum(end == step for end in ends)  # small ones that end
-        if step > 12 and free >= 16:  # the document is there from step 12 on
+        if step > 12 and free >= 16:  # the document is there from step 13 on
             return step
         if (may_pass or step <= 12) and free >= 2:  # one small newcomer in each step
             free, ends = free - 2, [*ends, step + 8]
@@ -250,7 +252,9 @@ print(f"\nYou said {my_guess_document_goes_on_after} steps, if they may pass.")
 
 # %% [markdown]
 # Each newcomer takes what the one before gave back, and sixteen blocks are never free at the same time. Who
-# stops the queue behind the one that waits wastes a little memory, and everybody is served.
+# stops the queue behind the one that waits can waste much of a step, and everybody is served. (In the last timeline of
+# this lesson, steps 15 to 27: one waits for blocks, three wait behind it, and 4 or 5 tokens of a budget of 64 are
+# computed.)
 #
 # ### Now you: three budgets, in order
 #
@@ -339,7 +343,7 @@ source(Scheduler.schedule, mark=("_schedule_decodes", "_schedule_prefills", "_fo
 # 4. Budget 128, chunk size 128. A runs, and B arrives with 1,000 tokens. In how many steps is B prefilled?
 # 5. A prompt of 1,000 tokens in chunks of 256. How many blocks does it hold after each chunk?
 # 6. A prompt of 8,192 tokens in chunks of 1,024, alone. After which chunk does its first token appear?
-# 7. A prompt of 12,000 tokens, of which the first 8,000 are in the prefix cache (lesson 09), in chunks of 1,000. How
+# 7. (Ahead: lesson 09.) A prompt of 12,000 tokens, of which the first 8,000 are in the prefix cache, in chunks of 1,000. How
 #    many chunks, and at which position does the first one begin?
 # 8. Budget 64, prompts go in whole (`max_prefill_chunk_size=None`), a prompt of 65 tokens. What happens?
 #
@@ -417,7 +421,8 @@ print("B's chunks in case 4:", chunks_of(fourth, "B"))
 # ## When PREFILLING first isn't best
 #
 # Back to the beginning of this lesson: what was begun goes first, because it holds memory. It isn't the best order for
-# everybody. A document of 640 tokens has just been begun when six short questions arrive:
+# everybody. A document of 640 tokens has just been begun when six short questions arrive. (`fair_share` gives all of them
+# even parts of the step, but no smaller than a block.)
 
 
 # %% name="policies"
@@ -434,15 +439,15 @@ def six_questions(policy: str) -> Engine:
     return engine
 
 
-print("steps to the first token   document   questions               mean")
+print("steps to the first token   document   questions                   mean")
 for policy in ("prefilling_first", "shortest_first", "fair_share"):
     ttft = {name: request.ttft for name, request in six_questions(policy).metrics().requests.items()}
     questions = [round(value) for name, value in ttft.items() if name != "document"]
-    print(f"{policy:25}{ttft['document']:10.0f}   {questions!s:24}{sum(ttft.values()) / len(ttft):.1f}")
+    print(f"{policy:25}{ttft['document']:10.0f}   {questions!s:28}{sum(ttft.values()) / len(ttft):.1f}")
 
 # %% [markdown]
-# With *shortest first* the questions are answered at once, and the document is three steps late. That's the best mean
-# there is, until short questions never stop coming: then the document waits for ever, holding its blocks. (The
+# With *shortest first* the questions are answered at once, and the document is three steps late. The mean is
+# the best of the three, until short questions never stop coming: then the document waits for ever, holding its blocks. (The
 # engine's `shortest_first` has ageing against that.) `prefilling_first` is a first version with one virtue: it can be
 # said in four words, and it holds no more memory than it must. Lesson 11 lets you try others, and write one.
 #
@@ -488,7 +493,8 @@ print(
 # %% [markdown]
 # From 256 steps to 16, and every chat gets a token in every second step: half its speed, for 16 steps. With 0.25 the
 # document is five steps earlier still, and the chats pay with gaps of four. There's no right value here; there is a
-# promise that you can choose: *no running request waits more than ceil(running / cap) steps*.
+# promise that you can choose: *no running request waits more than
+# ceil(running / (share × budget)) steps*, with the product rounded down, and at least 1.
 #
 # ## Less and less a queue
 #

@@ -8,7 +8,7 @@
 # - measure any server with the numbers and the pictures of this course;
 # - say where one machine ends, and what tensor parallelism, pipeline parallelism and separate prefill change.
 #
-# **Time** 35 minutes · **You need** lessons 08 to 12 · **Adds to the engine** nothing. From here on it is somebody else's
+# **Time** 35 minutes · **You need** lessons 08 to 11 · **Adds to the engine** nothing. From here on it is somebody else's
 # engine, and you can read it.
 
 # %% name="map"

@@ -6,6 +6,8 @@
 # whose token lies in this slot?
 
 # %% name="set-up"
+from IPython.display import display
+
 from course_lib import Engine, EngineConfig, SamplingParams
 from course_lib.checks import NotDone, check
 from course_lib.lab import block_map, block_map_alt, show
@@ -72,7 +74,15 @@ check("03.1", slot_mapping)
 # </details>
 
 # %% name="run-03-1" tags=["needs-your-code"]
-log = SlotLog(slot_mapping)
+def in_the_pool(block_table, start_pos, num_tokens, block_size):
+    """Your slots, if the pool of 16 blocks has them."""
+    slots = slot_mapping(block_table, start_pos, num_tokens, block_size)
+    outside = [int(slot) for slot in slots if not 0 <= slot < 16 * block_size]
+    assert not outside, f"your function returned a slot outside the pool of {16 * block_size}: {outside}"
+    return slots
+
+
+log = SlotLog(in_the_pool)
 config = EngineConfig(block_size=4, num_blocks=16, max_prefill_chunk_size=7, enable_prefix_caching=False)
 engine = Engine(FakeRunner(), config, slot_mapping=log)
 engine.block_manager.shuffle_free_blocks(seed=2)
@@ -80,8 +90,8 @@ prompt = list(range(18))
 [output] = engine.generate([prompt], SamplingParams(max_tokens=4))
 print("tokens in chunks of 7, by your slots:", output.token_ids)
 print("the same request in one piece:       ", FakeRunner().solo(prompt, 4))
-assert output.token_ids == FakeRunner().solo(prompt, 4)
-log.picture(title="Your slots, in the engine: a prompt of 18 in chunks of 7, then three decodes")
+display(log.picture(title="Your slots, in the engine: a prompt of 18 in chunks of 7, then three decodes"))
+assert output.token_ids == FakeRunner().solo(prompt, 4), "other tokens than in one piece: look at the slots above"
 
 # %% [markdown] name="task-03-2"
 # ## 03.2 The slots of a decode step
@@ -137,7 +147,10 @@ check("03.2", decode_slots)
 def with_your_decodes(block_table, start_pos, num_tokens, block_size):
     """Chunks of one token by your function, longer ones by ours."""
     if num_tokens == 1:
-        return decode_slots([block_table], [start_pos + 1], block_size)
+        slots = decode_slots([block_table], [start_pos + 1], block_size)
+        outside = [int(slot) for slot in slots if not 0 <= slot < 16 * block_size]
+        assert not outside, f"your function returned a slot outside the pool of {16 * block_size}: {outside}"
+        return slots
     return our_slot_mapping(block_table, start_pos, num_tokens, block_size)
 
 
@@ -148,8 +161,8 @@ engine.block_manager.shuffle_free_blocks(seed=6)
 [output] = engine.generate([[3, 1, 4, 1, 5, 9]], SamplingParams(max_tokens=8))
 print("tokens with your decodes:", output.token_ids)
 print("as they must be:         ", FakeRunner().solo([3, 1, 4, 1, 5, 9], 8))
-assert output.token_ids == FakeRunner().solo([3, 1, 4, 1, 5, 9], 8)
-log.picture(title="A prompt of 6 in one chunk, then seven decodes by your function")
+display(log.picture(title="A prompt of 6 in one chunk, then seven decodes by your function"))
+assert output.token_ids == FakeRunner().solo([3, 1, 4, 1, 5, 9], 8), "other tokens than alone: look at the slots above"
 
 # %% [markdown] name="task-03-3"
 # ## 03.3 Whose token lies in this slot?

@@ -292,6 +292,6 @@ runner.attention = "reference"
 expected = Engine(runner, EngineConfig(num_blocks=64)).generate(prompts, SamplingParams(max_tokens=3), progress=False)
 for output, other in zip(outputs, expected):
     print("by your kernel:", output.token_ids, "  by the reference:", other.token_ids)
-    assert output.token_ids == other.token_ids
+    assert output.token_ids == other.token_ids, "other tokens than the engine's own attention gives"
 title = "The blocks that your kernel read in step 1"
 show(block_map(engine.trace, step=1, title=title), block_map_alt(engine.trace, step=1))

@@ -42,7 +42,8 @@ def advance(chunk) -> None:
     chunk.sequence     the request: .cached_token_count (tokens whose K/V is in the cache), .known_token_count (prompt and
                        generated tokens), .status, .transition_to(status). transition_to raises RuntimeError for a
                        change that isn't legal; RUNNING to RUNNING is none of the legal ones.
-    chunk.start_pos    position of the chunk's first token in the sequence
+    chunk.start_pos    position of the chunk's first token in the sequence. It may lie beyond cached_token_count: a request
+                       can begin behind what others have computed for it (lesson 09)
     chunk.num_tokens   tokens that were computed
 
     Don't rely on chunk.is_last. After a preemption a request computes its prompt and its own answer again, in chunks: it
@@ -103,9 +104,10 @@ while engine.has_unfinished_requests():
     for output in engine.step():
         tokens[output.request_id] += output.new_token_ids
     engine.check_invariants()
-assert all(tokens[name] == FakeRunner().solo(prompt, 8) for name, prompt in prompts.items())
+display(show(state_machine(engine.trace), state_machine_alt(engine.trace)))
+wrong = [name for name, prompt in prompts.items() if tokens[name] != FakeRunner().solo(prompt, 8)]
+assert not wrong, f"other tokens than alone: {', '.join(wrong)}"
 print("every token of every request is the one that it would have got alone")
-show(state_machine(engine.trace), state_machine_alt(engine.trace))
 
 # %% [markdown] name="task-06-2"
 # ## 06.2 The end, in any state
@@ -127,6 +129,9 @@ class Ends(Scheduler):
     self.waiting, self.prefilling, self.running    lists; a request is in the one of its status, until it ends
     self.block_manager.free(request)               gives back all blocks of a request, and empties its block_table
     request.transition_to(status)                  changes the status
+
+    What you may set: request.finish_reason, request.cached_token_count, request.num_preemptions. What follows from
+    them can't be set: prefilled_token_count is min(cached_token_count, prompt length).
     """
 
     def finish(self, request, reason: str) -> None:
@@ -177,7 +182,8 @@ check("06.2", Ends)
 # <details><summary>Hint 3: a sketch</summary>
 #
 # finish: out of whichever queue holds it; FINISHED; the reason; free. preempt: out of its queue, to the front of the
-# waiting ones; WAITING; free; everything that counted K/V back to zero; one preemption more.
+# waiting ones; WAITING; free; cached_token_count back to zero (prefilled_token_count is computed from it); one
+# preemption more.
 # </details>
 
 # %% name="run-06-2" tags=["needs-your-code"]
@@ -285,5 +291,6 @@ while len(request.generated_token_ids) < 4:
     cells = "■" * cached + "□" * (known - cached)
     print(f"call {runner.num_calls - 1}: {request.status.name:<10} {cells:<14} {len(request.block_table)} blocks   {note}")
 
-assert request.generated_token_ids == FakeRunner().solo(list(range(100, 110)), 4)
+expected = FakeRunner().solo(list(range(100, 110)), 4)
+assert request.generated_token_ids == expected, f"got {request.generated_token_ids}; without failures it's {expected}"
 print("the same four tokens as without the failures")

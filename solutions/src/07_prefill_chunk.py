@@ -1,11 +1,12 @@
 # %% [markdown]
 # # Exercises 07 · The chunk
 #
-# Two exercises to [lesson 07](../notebooks/07_prefill_chunk.ipynb): lay out a step as one flat row, and run one chunk of
+# Two exercises to [lesson 07](../notebooks/07_prefill_chunk.ipynb): lay out a step as one flat batch, and run one chunk of
 # one request on a real model. Run the set-up cell first; then every exercise works by itself.
 
 # %% name="set-up"
 import torch
+from IPython.display import display
 
 from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams, demo, load_model
 from course_lib.batch import Batch
@@ -20,10 +21,10 @@ from course_lib.slots import slot_mapping
 tiny = load_model("tiny")  # brings transformers along, which takes a few seconds the first time
 
 # %% [markdown] name="task-07-1"
-# ## 07.1 One flat row
+# ## 07.1 One flat batch
 #
-# The scheduler says who gets which tokens. Write `build_batch()`, which lays them side by side in one row and says what is
-# whose: positions, slots, borders, and the rows that give a token.
+# The scheduler says who gets which tokens. Write `build_batch()`, which lays them side by side in one flat batch and says
+# what is whose: positions, slots, borders, and the rows that give a token.
 #
 # ```text
 # blocks of 4            Ana decodes       document, tokens 4-7 of 10       note, all of its 3 tokens
@@ -49,7 +50,7 @@ def build_batch(output, slot_mapping=slot_mapping) -> Batch:
         token_ids, positions, slot_mapping   [T]    chunk after chunk; a position counts in the whole sequence
         block_tables                         [S]    each chunk's sequence's
         context_lens                         [S]    tokens that the chunk's last token can attend to, with itself
-        query_start_loc                      [S+1]  where each chunk begins in the row, and at the end T
+        query_start_loc                      [S+1]  the row where each chunk begins, and at the end T
         sample_rows, sampled                 [R]    rows that give a token, and the sequences that get it
     """
     row, where, slots = [], [], []  # [T] token ids, positions, slots
@@ -89,7 +90,7 @@ check("07.1", build_batch)
 # <details><summary>Hint 1: the rule</summary>
 #
 # Two kinds of numbers meet here. What says *which token of the sequence* (position, slot, context) counts in the
-# sequence. What says *which row* (borders, rows to sample) counts in the flat row.
+# sequence. What says *which row* (borders, rows to sample) counts in the flat batch.
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
@@ -101,8 +102,8 @@ check("07.1", build_batch)
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Start with empty lists and the border 0. For each chunk: its tokens, its positions from start to end, its slots; then the
-# length of the row so far is the next border. If it is the chunk that reaches the last known token, the row just laid
-# is one to sample.
+# length of the batch so far is the next border. If it is the chunk that reaches the last known token, the last row
+# just laid is one to sample.
 # </details>
 
 # %% name="run-07-1" tags=["needs-your-code"]
@@ -127,14 +128,15 @@ with plug(build_batch=build_batch):
         step += 1
 
 lengths = {name: length for group in arrivals.values() for name, length in group.items()}
-assert all(tokens[name] == FakeRunner().solo([len(name)] * length, 6) for name, length in lengths.items())
+display(show(flat_batch(plans[2], title="your flat batch, step 2"), flat_batch_alt(plans[2])))
+wrong = [name for name, length in lengths.items() if tokens[name] != FakeRunner().solo([len(name)] * length, 6)]
+assert not wrong, f"other tokens than alone: {', '.join(wrong)}"
 print("five requests, in company, and each got the tokens that it would have got alone")
-show(flat_batch(plans[2], title="your row, step 2"), flat_batch_alt(plans[2]))
 
 # %% [markdown] name="task-07-2"
 # ## 07.2 `run_prefill_chunk`
 #
-# Write the entry that computes one chunk of one request on a real model: a batch of one, handed to `runner.forward`. If the
+# Write the entry that computes one chunk of one request on a real model: a batch of one, which you hand to `runner.forward`. If the
 # chunk completes the prompt, return the logits of its last token; if not, there is nothing to return.
 #
 # ```text
@@ -150,6 +152,7 @@ def run_prefill_chunk(runner, sequence, chunk_token_ids, start_pos):
     """Compute the tokens start_pos … of one sequence. Their K/V is stored on the way; no counter moves.
 
     runner.forward(batch)            one forward pass; returns the logits of batch.sample_rows, a tensor [R, vocab]
+    Batch(...)                       takes the ten fields of 07.1; slot_mapping(...) is the function used there
     runner.kv_cache.block_size       tokens a block
     sequence.block_table             covers the chunk already
     sequence.known_token_count       the prompt's length here
@@ -227,4 +230,4 @@ with plug(run_prefill_chunk=run_prefill_chunk), torch.inference_mode():
         close = bool((results[-1] - whole).abs().max() < 1e-4)
         token = runner.tokenizer.decode([int(results[-1].argmax())])
         print(f"chunks of {size:2}  {drawn:<12} first token {token!r}, logits within 1e-4: {close}")
-        assert close
+        assert close, f"in chunks of {size} the logits are others than in one piece"

@@ -15,7 +15,8 @@ from course_lib.sequence import PREFILLING, RUNNING, WAITING
 # %% [markdown] name="task-08-1"
 # ## 08.1 How long is the next chunk?
 #
-# A request wants prefill. Three budgets and one setting say how many of its tokens go into this step.
+# A request wants prefill. Two budgets, tokens and blocks, and one setting say how many of its
+# tokens go into this step.
 #
 # A worked number: a prompt of 1,000 tokens has 264 of them in the cache, the chunk size is 256, blocks have 16 tokens.
 #
@@ -114,13 +115,13 @@ show(timeline(engine.trace, title="Your chunk lengths, in the engine's scheduler
 # `self.waiting`, each in the order of arrival. You only read them: after the forward pass the engine moves everybody
 # to the right queue.
 #
-# A worked step, with a budget of 64 tokens, chunks of at most 64, room for 3 requests:
+# A worked step, with a budget of 100 tokens, chunks of at most 64, room for 3 requests:
 #
 # ```text
-# RUNNING     A   1 token                       -> A: 1
-# PREFILLING  B   200 tokens, 150 in the cache  -> B: 50    (13 tokens left)
-# WAITING     C   40 tokens                     -> C: 13    (0 tokens left)
-#             D   10 tokens                     -> nothing: three requests are in flight
+# RUNNING     A   1 token                       -> A: 1     (99 tokens left)
+# PREFILLING  B   200 tokens, 150 in the cache  -> B: 50    (49 tokens left)
+# WAITING     C   40 tokens                     -> C: 40    (9 tokens left)
+#             D   10 tokens                     -> nothing: three requests are in flight, there's no seat for D
 # ```
 
 
@@ -131,8 +132,12 @@ class MyScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         """Choose the chunks of the next step with `self.add_chunk`, and allocate the blocks that they write to.
 
-        - Every RUNNING request gets one token. (One that finds no block for it is left out.)
+        - Every RUNNING request gets one token. (One that finds no block for it is left out, and costs
+          no token; those behind it may still get theirs.)
         - A prefill chunk has at most max_prefill_chunk_size tokens, and at most what is left of the token budget.
+          sequence.remaining_token_count is what its prefill still has to compute.
+        - A WAITING request needs a free seat, before it takes any blocks: at most max_num_seqs are in flight, and
+          RUNNING, PREFILLING and those begun in this step count.
         - A request that can't get its blocks gets nothing, and no prefill goes to anyone behind it.
         """
         out = SchedulerOutput(self.step, self.block_size)
@@ -226,7 +231,8 @@ def serve(scheduler):
 
 mine, my_tokens = serve(MyScheduler)
 theirs, their_tokens = serve(Scheduler)
-assert my_tokens == their_tokens
+wrong = [name for name, ids in their_tokens.items() if my_tokens.get(name) != ids]
+assert not wrong, f"other tokens than with the engine's scheduler: {', '.join(wrong)}"
 print(
     f"The same {sum(map(len, my_tokens.values()))} tokens, in {len(mine.steps)} steps with yours and {len(theirs.steps)} with ours."
 )

@@ -158,7 +158,7 @@ for name, prompt in prompts.items():
     (answer,) = [
         output for output in engine.stream(prompt, SamplingParams(max_tokens=2), request_id=name) if output.finished
     ]
-    assert answer.token_ids == runner.solo(prompt, 2)
+    assert answer.token_ids == runner.solo(prompt, 2), f"{name} got other tokens than alone"
     chunks = [
         chunk for step in engine.trace.steps for chunk in step.chunks if chunk.request == name and chunk.kind == "prefill"
     ]
@@ -293,7 +293,8 @@ for name, prompt in prompts.items():
         step()
 while engine.has_unfinished_requests():
     step()
-assert tokens == {name: runner.solo(prompt, 12) for name, prompt in prompts.items()}
+wrong = [name for name, prompt in prompts.items() if tokens.get(name) != runner.solo(prompt, 12)]
+assert not wrong, f"other tokens than alone: {', '.join(wrong)}"
 print(
     "Everybody's tokens are those they get alone. From the cache:",
     {n: r.prefix_hit_tokens for n, r in engine.trace.requests.items()},
@@ -304,7 +305,7 @@ show(timeline(engine.trace, title="On your blocks"), alt_text(engine.trace))
 # And the pool, in the step with the most blocks in use:
 
 # %% name="pool-run-09-3" tags=["needs-your-code"]
-assert SharedBlocks(1).take("k1") == 0
+assert SharedBlocks(1).take("k1") == 0, "a pool of one block gives block 0"
 busiest = max(range(len(engine.trace.steps)), key=lambda place: engine.trace.steps[place].blocks_used)
 show(
     block_map(engine.trace, busiest, title="Your pool: the instructions' blocks have several holders"),

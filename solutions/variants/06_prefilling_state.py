@@ -7,6 +7,7 @@ MUTANTS = [
     ("A9", "06.1", "request.cached_token_count = chunk.start_pos + chunk.num_tokens",
      'advance.count = getattr(advance, "count", 0) + chunk.num_tokens\n    request.cached_token_count = advance.count'),
     ("I8", "06.1", "RUNNING if ready else PREFILLING", "RUNNING"),
+    ("I8", "06.1", "    if request.status is not RUNNING:\n", "    if True:\n"),
     ("I8", "06.1", ">= request.known_token_count", ">= len(request.prompt_token_ids)"),
     ("A1", "06.1", "chunk.start_pos + chunk.num_tokens", "chunk.start_pos + chunk.num_tokens + chunk.is_last"),
     ("A5", "06.1", ">= request.known_token_count", "> request.known_token_count"),

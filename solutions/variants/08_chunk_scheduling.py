@@ -13,6 +13,14 @@ MUTANTS = [
     ("C2", "08.2", "        for reader in self.running:\n            if self.get_blocks(reader, 1):\n                self.add_chunk(out, reader, 1)\n                tokens -= 1\n        for sequence in self.prefilling + self.waiting:", "        for sequence in self.prefilling + self.waiting + self.running:"),
     ("C3", "08.2", "self.config.max_prefill_chunk_size, tokens)", "self.config.max_prefill_chunk_size)"),
     ("C3", "08.2", "                tokens -= 1\n", ""),
+    ("C3", "08.2", "min(sequence.remaining_token_count, self.config.max_prefill_chunk_size, tokens)", "min(sequence.remaining_token_count, tokens)"),
+    ("C9", "08.2", "            if self.get_blocks(reader, 1):\n                self.add_chunk(out, reader, 1)\n                tokens -= 1\n",
+     "            if not self.get_blocks(reader, 1):\n                break\n            self.add_chunk(out, reader, 1)\n            tokens -= 1\n"),
+    ("C9", "08.2", "            if self.get_blocks(reader, 1):\n                self.add_chunk(out, reader, 1)\n                tokens -= 1\n",
+     "            self.add_chunk(out, reader, 1)\n            tokens -= 1\n"),
+    ("C11", "08.2", "                self.add_chunk(out, reader, 1)\n                tokens -= 1\n", "                self.add_chunk(out, reader, 1)\n            tokens -= 1\n"),
+    ("C18", "08.2", "            if size == 0 or (is_new and seats == 0):\n                break\n            if not self.get_blocks(sequence, size):\n                break\n",
+     "            if size == 0 or not self.get_blocks(sequence, size):\n                break\n            if is_new and seats == 0:\n                break\n"),
     ("C4", "08.2", "            tokens -= size\n", "            tokens -= 1\n"),
     ("C6", "08.2", "in self.prefilling + self.waiting", "in self.waiting + self.prefilling"),
     ("C6", "08.2", "            if not self.get_blocks(sequence, size):\n                break", "            if not self.get_blocks(sequence, size):\n                continue"),
@@ -86,11 +94,35 @@ class MyScheduler(Scheduler):
 ''',
         '''
 class MyScheduler(Scheduler):
-    """The engine's own, without its extras."""
-
     def schedule(self):
-        out = super().schedule()
+        out = SchedulerOutput(self.step, self.block_size)
+        for s in self.running:
+            if self.block_manager.capacity_left(s) > 0:
+                self.block_manager.allocate(s, s.known_token_count)
+                self.add_chunk(out, s, 1)
+        left = self.config.max_num_batched_tokens - len(out.chunks)
+        newcomers = max(0, self.config.max_num_seqs - len(self.running) - len(self.prefilling))
+        line = self.prefilling + self.waiting[:newcomers]
+        while line and left:
+            s = line.pop(0)
+            size = sorted([left, s.remaining_token_count, self.config.max_prefill_chunk_size])[0]
+            if not self.get_blocks(s, size):
+                line = []
+            else:
+                self.add_chunk(out, s, size)
+                left -= size
         return out
+
+    def has_unfinished(self):
+        return bool(self.unfinished())
+
+    def get_blocks(self, sequence, size):
+        return self.block_manager.allocate(sequence, sequence.cached_token_count + size)
+
+    def add_chunk(self, out, sequence, size):
+        kind = "decode" if sequence.status is RUNNING else "prefill"
+        out.chunks.append(ScheduledChunk(sequence, sequence.cached_token_count, size, kind, size == sequence.remaining_token_count))
+        out.admitted += [sequence] * (sequence.status is WAITING)
 ''',
     ],
     "08.3": [
