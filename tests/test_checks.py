@@ -67,6 +67,31 @@ def test_a_stub_is_not_done_in_one_calm_line(double):
     assert "✗" not in as_html(report)
 
 
+def dots(numbers):
+    ...
+
+
+def passes(numbers):
+    """Twice as much."""
+    pass
+
+
+def returns_dots(numbers):
+    return ...
+
+
+@pytest.mark.parametrize("answer", [dots, passes, returns_dots])
+def test_what_holds_nothing_yet_is_not_done_either(double, answer):
+    assert as_text(run_exercise(double, (answer,))) == "99.9 double: not done yet"
+
+
+def test_an_answer_that_returns_nothing_is_wrong(double):
+    def forgets(numbers):
+        [2 * number for number in numbers]
+
+    assert "returned None" in as_text(run_exercise(double, (forgets,)))
+
+
 def test_a_stub_that_is_run_says_one_line_and_no_traceback():
     assert NotDone("03.1 slot_mapping")._render_traceback_() == [
         "NotDone: 03.1 slot_mapping isn't written yet. Write it in its cell, then run this one again."]

@@ -115,12 +115,11 @@ print("every token of every request is the one that it would have got alone")
 # Write `finish()` and `preempt()`. A request can end in every state: cancelled while it waits, cancelled in the middle of
 # its prompt, done. And the pool can be so full that a request has to hand back its memory and begin again.
 #
-# ```text
-#                    is in queue          holds blocks    after finish()        after preempt()
-# WAITING            self.waiting         no              FINISHED, 0 blocks    (can't be preempted)
-# PREFILLING         self.prefilling      YES             FINISHED, 0 blocks    WAITING, 0 blocks, 0 cached
-# RUNNING            self.running         YES             FINISHED, 0 blocks    WAITING, 0 blocks, 0 cached
-# ```
+# | | is in queue | holds blocks | after `finish()` | after `preempt()` |
+# |---|---|---|---|---|
+# | WAITING | `self.waiting` | no | FINISHED, 0 blocks | (can't be preempted) |
+# | PREFILLING | `self.prefilling` | **yes** | FINISHED, 0 blocks | WAITING, 0 blocks, 0 cached |
+# | RUNNING | `self.running` | **yes** | FINISHED, 0 blocks | WAITING, 0 blocks, 0 cached |
 
 # %% name="your-06-2"
 class Ends(Scheduler):
