@@ -94,7 +94,7 @@ show(timeline(trace, title=f"chunks of {size}"), alt_text(trace))
 # ## 11.2 Shortest first, and nobody starves
 #
 # Order the requests by what is left to prefill, the fewest tokens first; but whoever came `max_age` or more steps ago goes
-# before all younger ones, the old ones among themselves in order of arrival. With this a short question never stands behind a
+# before all younger ones, the old ones among themselves in order of arrival. Ties (equally many tokens left): by arrival. With this a short question never stands behind a
 # document for long, and a document never waits for ever.
 #
 # ```text
@@ -108,11 +108,11 @@ show(timeline(trace, title=f"chunks of {size}"), alt_text(trace))
 # ```
 #
 # A sequence has `remaining_token_count` (tokens without K/V), `arrival_step`, `arrival` (its place in the order of arrival) and
-# `last_step` (when it last had a chunk).
+# `last_step` (the step in which it last had a chunk; -1 while it is WAITING and never had one).
 
 # %% name="your-11-2"
 class ShortestWithAgeing(Policy):
-    """Fewest tokens left first; requests of max_age steps and more go before, by arrival."""
+    """Fewest tokens left first, ties by arrival; requests of max_age steps and more go before, by arrival."""
 
     name = "shortest_with_ageing"
 
@@ -149,7 +149,7 @@ check("11.2", ShortestWithAgeing)
 # </details>
 # <details><summary>Hint 3: a sketch</summary>
 # Go through both lists. Put each sequence into one of two lists of your own, by its age. Sort each by its own key. Return the old
-# ones, then the others. (One call of sorted with a key that is a tuple does the same.)
+# ones, then the others. Ties: by arrival, so the young ones' key has two parts. (One call of sorted with a key that is a tuple does the same.)
 # </details>
 
 # %% name="run-11-2" tags=["needs-your-code"]

@@ -2,10 +2,10 @@
 
 MUTANTS = [
     ("C3", "11.1", "tokens = running + chunk", "tokens = chunk"),
-    ("C17", "11.1", "high = prompt", "high = 4 * prompt"),
+    (None, "11.1", "high = prompt", "high = 4 * prompt"),
     ("M4", "11.1", "pairs_of(chunk, prompt)", "pairs_of(chunk, chunk)"),
-    ("M8", "11.1", "running * context + pairs_of(chunk, prompt)", "running + pairs_of(chunk, prompt)"),
-    ("M8", "11.1", "running * context + pairs_of(chunk, prompt)", "running * prompt + pairs_of(chunk, prompt)"),
+    (None, "11.1", "running * context + pairs_of(chunk, prompt)", "running + pairs_of(chunk, prompt)"),
+    (None, "11.1", "running * context + pairs_of(chunk, prompt)", "running * prompt + pairs_of(chunk, prompt)"),
     ("C6", "11.2", "for sequence in [*prefilling, *waiting]:", "for sequence in waiting:"),
     (
         "C6",
@@ -21,7 +21,16 @@ MUTANTS = [
         "young.sort(key=lambda s: (s.remaining_token_count, s.arrival))",
         "young.sort(key=lambda s: (len(s.prompt_token_ids), s.arrival))",
     ),
-    ("C13", "11.2", "old.sort(key=lambda s: s.arrival)", "old.sort(key=lambda s: s.remaining_token_count)"),
+    (None, "11.2", "old.sort(key=lambda s: s.arrival)", "old.sort(key=lambda s: s.remaining_token_count)"),
+    (None, "11.2", "return old + young", "return sorted(old + young, key=lambda s: s in waiting)"),
+    (None, "11.2", "for sequence in [*prefilling, *waiting]:", "prefilling += waiting\n        for sequence in prefilling:"),
+    (None, "11.2", "(s.remaining_token_count, s.arrival)", "(s.remaining_token_count, -s.arrival)"),
+    (
+        "C13",
+        "11.2",
+        "if step - sequence.arrival_step >= self.max_age:",
+        "if step - sequence.last_step >= self.max_age:",
+    ),
     (
         "C13",
         "11.2",
@@ -53,6 +62,19 @@ def chunk_for_target(cost, running, context, prompt, target):
         return cost.seconds(StepWork(chunk + running, running + 1, pairs, context * running + prompt))
 
     return bisect.bisect_right(range(1, prompt + 1), target, key=seconds)
+""",
+        """
+def chunk_for_target(cost, running, context, prompt, target):
+    def promise_is_kept(size):
+        for start in range(0, prompt, size):
+            end = min(start + size, prompt)
+            row = 1 if end == prompt else 0
+            work = StepWork(end - start + running, running + row, running * context + pairs_of(end - start, end), running * context + end)
+            if cost.seconds(work) > target:
+                return False
+        return True
+
+    return max((size for size in range(1, prompt + 1) if promise_is_kept(size)), default=0)
 """,
     ],
     "11.2": [
