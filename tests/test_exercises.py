@@ -101,7 +101,7 @@ def test_the_table_of_wrong_answers():
     """Not a test of its own: it shows, in the summary, which check caught which wrong answer with how many tests."""
     rows = []
     for exercise in EXERCISES:
-        caught = [concept for concept, name, *_ in MUTANTS if name == exercise]
+        caught = [concept or "-" for concept, name, *_ in MUTANTS if name == exercise]
         remarks = [f"({concept})" for concept, name, *_ in COSTS if name == exercise]
         rows.append(f"{exercise} {checks.find(exercise).part:<34} {len(checks.find(exercise).tests):2} tests   {' '.join(caught + remarks)}")
     SUMMARY["wrong answers x checks (in brackets: right, but costly)"] = rows

@@ -118,6 +118,33 @@ def _(TextStream):
     )
 
 
+@text_stream.test("bytes that never become a character don't stop the stream", concept="U2")
+def _(TextStream):
+    tokenizer = Bytes(b"a", b"\xf0\x9f", b"ok", b" and", b" more")
+    pieces, rest, given = _run(TextStream, tokenizer, [1, 2, 3, 4, 5])
+    require(
+        "".join(pieces) == tokenizer.decode([1, 2, 3, 4, 5], skip_special_tokens=True) and pieces[-2:] == [" and", " more"],
+        "once other text follows, they will never be a character: they are shown as the tokenizer shows them, and the rest as it comes",
+        given=given,
+        got=f"pushes gave {pieces}, flush {rest!r}",
+    )
+
+
+@text_stream.test("self.text is what was shown so far")
+def _(TextStream):
+    bird = "🐦".encode()
+    tokenizer, shown = Bytes(b"a", bird[:2], bird[2:], b"ok"), ""
+    stream = TextStream(tokenizer)
+    for number, token_id in enumerate((1, 2, 3, 4, 2, None), 1):
+        shown += stream.flush() if token_id is None else stream.push(token_id)
+        require(
+            getattr(stream, "text", None) == shown,
+            "text holds all that push and flush returned, and nothing that is still held back",
+            given=f"tokens {[tokenizer.pieces[i] for i in (1, 2, 3, 4, 2)]} and flush, after call {number}",
+            got=f"text is {getattr(stream, 'text', None)!r}, and {shown!r} was shown",
+        )
+
+
 @text_stream.test("two answers that grow at the same time don't mix")
 def _(TextStream):
     tokenizer = Bytes(b"one", b"two")
@@ -142,14 +169,23 @@ def _logits(*probabilities: float):
     return torch.tensor([math.log(p) if p else -math.inf for p in probabilities])
 
 
-def _draws(sample_token, probabilities: tuple, temperature: float, top_p: float, count: int) -> list[int]:
-    """The first `count` tokens of a request with seed 7."""
+def _whole(token, given: str) -> int:
+    """The token as an int: one already, or what int() makes one of without loss (a tensor of one element, a NumPy number)."""
+    try:
+        number = int(token)
+        if number == token:
+            return number
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise Wrong("the token's id: an int, or a tensor or array of one whole number", given=given, got=token)
+
+
+def _draws(sample_token, probabilities: tuple, temperature: float, top_p: float, count: int, seed: int = 7) -> list[int]:
+    """The first `count` tokens of a request."""
     draws = []
     for number in range(count):
-        token = sample_token(_logits(*probabilities), temperature, top_p, 7, number)
-        if not isinstance(token, int) and not hasattr(token, "item"):
-            raise Wrong("the token's id, a whole number", given=f"probabilities {probabilities}", got=token)
-        draws.append(int(token))
+        token = sample_token(_logits(*probabilities), temperature, top_p, seed, number)
+        draws.append(_whole(token, f"probabilities {probabilities}"))
     return draws
 
 
@@ -237,16 +273,45 @@ def _(sample_token):
         given="four equal tokens, num_generated 0 to 59",
         got=f"drew {draws[:8]} …",
     )
+    draws = _draws(sample_token, (0.25,) * 4, 1.0, 1.0, 60, seed=0)
+    require(
+        len(set(draws)) > 1,
+        "0 is a seed like every other",
+        given="four equal tokens, seed 0, num_generated 0 to 59",
+        got=f"drew {draws[:8]} …",
+    )
 
 
 @sampling.test("another seed, another answer")
 def _(sample_token):
-    rows = [[int(sample_token(_logits(*(0.25,) * 4), 1.0, 1.0, seed, number)) for number in range(20)] for seed in range(4)]
+    rows = [_draws(sample_token, (0.25,) * 4, 1.0, 1.0, 20, seed) for seed in range(4)]
     require(
-        len({tuple(row) for row in rows}) > 1,
+        len({tuple(row) for row in rows}) == 4,
         "the seed decides",
         given="seeds 0 to 3, 20 draws each",
-        got=f"drew {rows[0][:8]} … each time",
+        got=f"drew {[row[:8] for row in rows]} …",
+    )
+
+
+@sampling.test("another seed isn't the same answer, a token later")
+def _(sample_token):
+    seven, eight = (_draws(sample_token, (0.25,) * 4, 1.0, 1.0, 40, seed) for seed in (7, 8))
+    require(
+        seven[1:] != eight[:-1] and eight[1:] != seven[:-1],
+        "draw 1 of seed 7 and draw 0 of seed 8 are different draws",
+        given="four equal tokens, seeds 7 and 8, 40 draws each",
+        got=f"drew {seven[:8]} … and {eight[:8]} …",
+    )
+
+
+@sampling.test("the temperature comes first, then top-p", concept="T2")
+def _(sample_token):
+    draws = _draws(sample_token, (0.6, 0.3, 0.1), 5.0, 0.8, 100)
+    require(
+        2 in draws,
+        "at temperature 5 they are 0.39, 0.34 and 0.27: the first two don't reach 0.8, so token 2 is kept, and drawn now and then",
+        given="probabilities (0.6, 0.3, 0.1), temperature 5, top_p 0.8, 100 draws",
+        got=f"drew {set(draws)}",
     )
 
 
@@ -311,6 +376,17 @@ def _(latencies):
     )
 
 
+@latency.test("a step in which it got nothing is part of the gap")
+def _(latencies):
+    trace = _trace({"a": 0.0}, [(0, 1, "a", "a"), (1, 5, "", ""), (5, 6, "a", "")])
+    _same(
+        latencies(trace, 50),
+        {"a": (1.0, 5.0, 5.0)},
+        "from one of its tokens to the next of its tokens",
+        "tokens at 1 and 6 s, a step of 4 s without it between",
+    )
+
+
 @latency.test("the wait begins with the arrival, not with the step")
 def _(latencies):
     trace = _trace({"a": 0.4}, [(0, 1, "", ""), (1, 2, "a", "a")])
@@ -337,17 +413,6 @@ def _(latencies):
         latencies(trace, 50), {"a": (1.0, 1.0, 1.0), "b": (1.0, 3.0, 3.0)}, "the gap of b is between two tokens of b",
         "a gets tokens at 1, 2, 3 and 4 s, b at 1 and 4 s",
     )  # fmt: skip
-
-
-@latency.test("a step in which it got nothing is part of the gap")
-def _(latencies):
-    trace = _trace({"a": 0.0}, [(0, 1, "a", "a"), (1, 5, "", ""), (5, 6, "a", "")])
-    _same(
-        latencies(trace, 50),
-        {"a": (1.0, 5.0, 5.0)},
-        "from one of its tokens to the next of its tokens",
-        "tokens at 1 and 6 s, a step of 4 s without it between",
-    )
 
 
 @latency.test("the percentile is the one that was asked for")

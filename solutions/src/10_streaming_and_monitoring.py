@@ -34,7 +34,8 @@ from course_lib.workloads import simulate, stall
 #          here the answer is cut off            flush: "�"    nothing more will come: this is all there is
 # ```
 #
-# A decoder writes `"\N{REPLACEMENT CHARACTER}"` (`"�"`) for bytes that are no whole character. One more trap: some tokenizers
+# A decoder writes `"\N{REPLACEMENT CHARACTER}"` (`"�"`) for bytes that are no whole character. Some never become one:
+# once other text follows them, nothing is left to wait for, and they are shown as `"�"`. One more trap: some tokenizers
 # (Llama 2's, Mistral's) drop a space *in front of a text*. Decode `" morning"` alone, and you get `"morning"`.
 
 # %% name="your-10-1"
@@ -43,7 +44,7 @@ class TextStream:
 
     tokenizer  has decode(token_ids, skip_special_tokens=True), which returns a text
     stop       stop strings; not your task here
-    text       what was shown so far
+    text       what was shown so far: all that push and flush returned
     """
 
     def __init__(self, tokenizer, stop=()):
@@ -126,12 +127,12 @@ show(pieces(*row), pieces_alt(*row))
 
 # %% name="your-10-2"
 def sample_token(logits, temperature, top_p, seed, num_generated):
-    """The id of the next token of one request, an int.
+    """The id of the next token of one request, an int (or what int() takes: a tensor or array of one whole number).
 
     logits         tensor [vocab] of floats; it isn't changed
     temperature    0: the most likely token; below 1 sharper, above 1 flatter
     top_p          above 0, at most 1
-    seed           of the request, an int
+    seed           of the request, an int (0 too); another seed gives other draws, not the same ones shifted
     num_generated  tokens that the request has so far: which draw of this seed it is
     """
     ### BEGIN SOLUTION
