@@ -233,7 +233,8 @@ while engine.scheduler.step < 10:
 
 # %% [markdown]
 # For three steps the screens of Ben and Cleo are the same: empty. Ben's request is being computed all the time, Cleo's
-# hasn't begun. Their **time to first token keeps growing in both cases**, and only the inside view tells waiting
+# hasn't begun. (In step 4 Cleo has 5 tokens, since that is what is left of the budget: 256 − 1 for Ana − 250 for Ben's last
+# chunk. Ben is no longer half-filled then, so her turn has come.) Their **time to first token keeps growing in both cases**, and only the inside view tells waiting
 # from prefilling. That matters when you look for a cause. Many requests that *wait* ask for another engine; many that
 # *prefill* ask for larger chunks, or for a prefix cache.
 #
@@ -306,6 +307,10 @@ print(f"The median is larger in the run {larger!r}. You said {my_guess_larger_me
 # with a chunk are 8 % of the gaps, while one frozen step is half a percent. The stall is in the last column but one,
 # and nowhere else. TPOT, which many benchmarks print, is a mean again: the freeze is spread over 199 gaps.
 #
+# Why do the means differ by only 3 %? The same prompt is computed in both runs, while the same streams wait for it. Chunks don't
+# make that time go away: they spread it over 16 gaps, where it was in one. A mean adds up all gaps, and can't see how they
+# were cut. (The 3 % are what the chunks save, since they use weights that a decode step reads anyway: lesson 11.)
+#
 # Drawn, every gap a stream had, in order of its length:
 
 # %% name="draw-gaps"
@@ -352,7 +357,8 @@ print(f"\n512: {factors[512]:.2f} times, you said {my_guess_512}. 64: {factors[6
 # %% [markdown]
 # From 8,192 down to 512 the stall shrinks to less than a tenth, and the long prompt's TTFT grows by a quarter. From 512
 # to 64 the stall shrinks by another ten milliseconds that nobody feels, and the long prompt waits more than four times as
-# long as at the start. If you look at that one request alone, chunked prefill always makes it slower. If you look at the service, it is what
+# long as at the start. (Lesson 11 has the same sweep with smaller numbers for the small chunks: its streams end earlier, so
+# more of the long prompt's steps are without them.) If you look at that one request alone, chunked prefill always makes it slower. If you look at the service, it is what
 # keeps everybody else's text flowing.
 #
 # ## The rule

@@ -104,7 +104,8 @@ show_figure(figure, f"Longest stall of the streams and TTFT of the long prompt a
 
 # %% [markdown]
 # Not the whole prompt. From 8,192 down to 128 everybody is done *earlier*, although there are more steps. Below that it
-# goes wrong at once: the stall has nothing left to fall to, and the long prompt's TTFT doubles with every halving.
+# goes wrong at once: from 128 to 64 the stall has nothing left to fall to, and the long prompt's TTFT nearly doubles. (Lesson 10
+# had an even longer TTFT with chunks of 64. The streams here end earlier, and the long prompt has the last steps to itself.)
 #
 # | | large chunks | small chunks |
 # |---|---|---|

@@ -37,9 +37,8 @@ house("scheduler", "block_manager", "batch", "engine")
 # | `engine.py` | `engine/core.py`, `engine/async_llm.py` | steps overlap: the next one is scheduled while one runs |
 # | `trace.py`, `metrics.py` | `metrics/loggers.py` | counters and histograms for Prometheus |
 #
-# > **Predict, then run.** A request of yours is WAITING, PREFILLING, RUNNING or FINISHED. In vLLM there is WAITING, RUNNING, several
-# > kinds of FINISHED, and PREEMPTED. One of your states has no equal there: which one? And how many times as long is
-# > vLLM's `scheduler.py` as yours?
+# > **Predict, then run.** A request of yours is WAITING, PREFILLING, RUNNING or FINISHED. One of these states has no equal in
+# > vLLM: which one? And how many times as long is vLLM's `scheduler.py` as yours?
 
 # %% name="guess-vllm"
 my_guess_missing_state = "WAITING"  # write yours
@@ -59,7 +58,7 @@ print(f"No equal in vLLM: {', '.join(missing)}. You said {my_guess_missing_state
 print(f"vLLM's scheduler.py has {VLLM_LINES:,} lines, {VLLM_LINES / ours:.0f} times as many. You said {my_guess_factor}.")
 
 # %% [markdown]
-# vLLM has no PREFILLING. A half-filled request is RUNNING there from its first chunk on, and what tells it from one that decodes
+# In vLLM there is WAITING (of several kinds), RUNNING, PREEMPTED, and several kinds of FINISHED, but no PREFILLING. A half-filled request is RUNNING there from its first chunk on, and what tells it from one that decodes
 # is a count: are its computed tokens fewer than its prompt? The comment at the top of its `schedule()` says it as the first lines
 # of yours do: no prefill phase, no decode phase, only computed tokens that catch up with known ones. This course gave the state
 # a name, because one can't talk about what has no name.
@@ -77,8 +76,6 @@ from course_lib import EngineConfig
 
 config = EngineConfig(block_size=32, max_num_seqs=128, max_num_batched_tokens=2048, max_prefill_chunk_size=512)
 print(config.to_vllm().command("HuggingFaceTB/SmolLM2-135M-Instruct").replace(" --", " \\\n    --"))
-for field, why in config.to_vllm().differs.items():
-    print(f"\n{field}: {why}.")
 
 # %% [markdown]
 # > **Predict, then run.** `EngineConfig` has eleven fields. For how many of them does `vllm serve` have nothing that means the
@@ -108,6 +105,9 @@ for name, (flag, words) in EQUALS.items():
     print(f"{name:26}{flag or '-':32}{words}")
 count = sum(words.startswith(("DIFFERS", "NOTHING")) for _, words in EQUALS.values())
 print(f"\nWithout an exact equal: {count} of {len(EQUALS)}. You said {my_guess_without_equal}.")
+print("\nWhat the library says of the settings above:")
+for field, why in config.to_vllm().differs.items():
+    print(f"  {field}: {why}.")
 
 # %% [markdown]
 # Three more flags decide whether a comparison with your engine is fair. `--enable-chunked-prefill` is on by default.
@@ -159,8 +159,9 @@ print(f"\nTwo chips: {room['yi-34b', '2x-h100'] / room['yi-34b', 'h100']:.0f} ti
 # half of a layer they add up their results. For the scheduler nothing changes: one batch, one block table, a step that is
 # shorter. (`--tensor-parallel-size 2`. It needs a fast link between the chips; within one node that is NVLink.)
 #
-# > **Predict, then run.** Llama-3-8B fits on one chip easily. Take four. A decode step of 64 streams, and a chunk of 512 beside it:
-# > which of the two gets closer to being four times as fast?
+# > **Predict, then run.** Llama-3-8B fits on one chip easily. Take four. A decode step of 64 streams, each at a context of 1,000
+# > tokens (in lesson 11 it was 100), and the same step with a chunk of 512 beside it: which of the two gets closer to being four
+# > times as fast?
 
 # %% name="guess-four"
 my_guess_closer = "the decodes"  # or "the chunk": write yours
@@ -214,7 +215,9 @@ for name, batches in (("a whole prompt in one batch", whole), ("the same in chun
     print(f"{name:30}{sum(batches):6} tokens in {len(batches)} batches   {total:6} ticks   {idle:4.0%} of the stages' time idle")
 
 # %% [markdown]
-# The long batch goes through the line with an empty stretch before and behind it: a **bubble**. Batches of nearly the same size leave little. This was the first
+# The long batch goes through the line with an empty stretch before and behind it: a **bubble**. Batches of nearly the same size leave little. (Some of the idle
+# time is in both runs, since a line must fill at the start and drain at the end; and the clock is simplified, since a real stage with few tokens
+# takes as long as reading its weights.) This was the first
 # use of chunked prefill: the first Sarathi paper is about pipeline bubbles as much as about stalls.
 #
 # ## Two machines, one for each phase

@@ -33,6 +33,8 @@ from course_lib.workloads import simulate, stall
 #  750- 999      250       218,875   the same tokens, seven times the pairs, and the first token is sampled
 # ```
 #
+# (If the size doesn't divide the prompt, the last chunk is shorter. You may count as if it were full and ended at the prompt's end.)
+#
 # A step also computes one token of each stream: one row to sample each, a pair for each token of its context.
 
 # %% name="your-11-1"
@@ -108,7 +110,7 @@ show(timeline(trace, title=f"chunks of {size}"), alt_text(trace))
 # ```
 #
 # A sequence has `remaining_token_count` (tokens without K/V), `arrival_step`, `arrival` (its place in the order of arrival) and
-# `last_step` (the step in which it last had a chunk; -1 while it is WAITING and never had one).
+# `last_step` (the step in which it last had a chunk; -1 for a WAITING one that never had any).
 
 # %% name="your-11-2"
 class ShortestWithAgeing(Policy):
