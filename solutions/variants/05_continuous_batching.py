@@ -17,12 +17,12 @@ MUTANTS = [
     ("C9", "05.1", "if seats == 0 or not fits or not self.block_manager.allocate(request, need):\n                break",
      "if seats == 0 or not fits:\n                break\n            if not self.block_manager.allocate(request, need):\n                continue"),
     ("C2", "05.1", "seats = self.config.max_num_seqs - len(self.running)\n",
-     "seats = self.config.max_num_seqs - len(self.running)\n"
+     ("seats = self.config.max_num_seqs - len(self.running)\n"
      "        room = limit - len(self.running)\n"
      "        for request in self.waiting[: max(0, seats)]:\n"
      "            room -= request.remaining_token_count\n"
      "            if room < 0 or not self.block_manager.allocate(request, request.remaining_token_count):\n"
-     "                break\n"),
+     "                break\n")),
     ("B7", "05.1", "if seats == 0 or not fits or not self.block_manager.allocate(request, need):",
      "if not self.block_manager.allocate(request, need) or seats == 0 or not fits:"),
     ("B7", "05.1", "if seats == 0 or not fits or not self.block_manager.allocate(request, need):",
