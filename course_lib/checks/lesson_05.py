@@ -43,8 +43,11 @@ class Desk:
         seated = f", {seats} seats" if seats < 8 and seats != budget else ""
         pool = f", {self.blocks.num_free} of {blocks} blocks of 4 free" if blocks < 64 else ""
         self.given = f"budget {budget}{seated}{pool}; running: {len(run)}; waiting prompts: {', '.join(map(str, wait)) or 'none'}"
+        before = list(self.scheduler.running), list(self.scheduler.waiting)
         self.plan = self.scheduler.schedule()
         require(hasattr(self.plan, "chunks"), "schedule() returns its SchedulerOutput", given=self.given, got=f"returned {shown(self.plan)}")
+        self.require((list(self.scheduler.running), list(self.scheduler.waiting)) == before,
+                     "both lists are left as they are: schedule() only plans, the engine moves sequences")  # fmt: skip
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -85,6 +88,16 @@ def _(scheduler):
     desk.require(desk.tokens == {"run0": 1, "run1": 1, "wait0": 4}, "there is room in the step for two decodes and the prompt")
 
 
+@whole_prompts.test("the prompt fits the budget, but not what the decodes leave of it", concept="C3")
+def _(scheduler):
+    desk = Desk(scheduler, budget=10, run=[5, 6, 7], wait=[8])
+    decodes = {name for name in desk.tokens if name.startswith("run")}
+    desk.require(len(decodes) == 3, "each of the three that run gets its token, whoever waits", concept="C2")
+    if "wait0" in desk.tokens:  # was it compared with the budget, or weren't its tokens counted at all?
+        counted = "wait0" not in Desk(scheduler, budget=10, run=[5], wait=[15]).tokens
+        desk.require(False, "the step doesn't get larger than its budget: the prompt waits", concept=None if counted else "C4")
+
+
 @whole_prompts.test("a prompt longer than the whole budget, while somebody runs", concept="C4")
 def _(scheduler):
     desk = Desk(scheduler, budget=10, run=[5], wait=[15])
@@ -92,12 +105,10 @@ def _(scheduler):
     desk.require("wait0" not in desk.tokens, "two requests, but 16 tokens: the prompt waits until the step is empty")
 
 
-@whole_prompts.test("the prompt fits the budget, but not what the decodes leave of it", concept="C3")
+@whole_prompts.test("a prompt longer than the whole budget, behind one that goes in", concept="C3")
 def _(scheduler):
-    desk = Desk(scheduler, budget=10, run=[5, 6, 7], wait=[8])
-    decodes = {name for name in desk.tokens if name.startswith("run")}
-    desk.require(len(decodes) == 3, "each of the three that run gets its token, whoever waits", concept="C2")
-    desk.require("wait0" not in desk.tokens, "the step doesn't get larger than its budget: the prompt waits")
+    desk = Desk(scheduler, budget=10, wait=[2, 15])
+    desk.require(desk.tokens == {"wait0": 2}, "nobody runs, but the step isn't empty any more: the long prompt waits")
 
 
 @whole_prompts.test("two prompts that fit one by one, but not together", concept="C4")
@@ -129,6 +140,27 @@ def _(scheduler):
     desk = Desk(scheduler, budget=32, run=[7], wait=[12], blocks=4)
     desk.require(desk.tokens == {"run0": 1}, "nothing is planned for a prompt that can't have all its blocks")
     desk.require(desk.blocks.num_free == 2 and not desk.sequences[1].block_table, "and it has taken none")
+
+
+@whole_prompts.test("blocks for either the decode or the prompt", concept="C2")
+def _(scheduler):
+    desk = Desk(scheduler, budget=32, run=[8], wait=[8], blocks=4)
+    desk.require(desk.tokens == {"run0": 1}, "who runs takes its third block first; the prompt's two blocks aren't there any more")
+
+
+@whole_prompts.test("a prompt that doesn't go in takes no blocks", concept="B7")
+def _(scheduler):
+    saying = "the prompt waits, and who waits holds no blocks"
+    desk = Desk(scheduler, budget=10, run=[5], wait=[12])
+    desk.require(desk.tokens == {"run0": 1} and not desk.sequences[1].block_table, saying)
+    desk = Desk(scheduler, budget=10, run=[5], wait=[3], seats=1)
+    desk.require(desk.tokens == {"run0": 1} and not desk.sequences[1].block_table, saying)
+
+
+@whole_prompts.test("nobody passes a head that has no blocks", concept="C9")
+def _(scheduler):
+    desk = Desk(scheduler, budget=32, run=[7], wait=[12, 4], blocks=4)
+    desk.require(desk.tokens == {"run0": 1}, "the prompt of 4 would fit, but an older one waits for blocks before it")
 
 
 @whole_prompts.test("a decode needs a block, and none is free", concept="C9")
@@ -175,23 +207,23 @@ def _(scheduler):
 stall = Exercise("05.2", "longest_gaps", "The longest gap")
 
 
-def trace_of(ends: list[float], **tokens: list[int]) -> Trace:
+def trace_of(ends: list[float], token_id: int = 5, **tokens: list[int]) -> Trace:
     """A trace: when each step ends, and in which steps (by number) each request gets a token."""
     trace = Trace()
     for name in tokens:
         trace.requests[name] = RequestRecord(name, name, 3, 9, 0.0, 0)
     begin = 0.0
     for number, end in enumerate(ends):
-        got = {name: 5 for name, steps in tokens.items() if number in steps}
+        got = {name: token_id for name, steps in tokens.items() if number in steps}
         trace.steps.append(StepRecord(index=number, start=begin, end=end, tokens=got))
         begin = end
     return trace
 
 
-def ask(longest_gaps, ends: list[float], gives: dict, saying: str, **tokens: list[int]) -> None:
-    lines = "; ".join(f"{name} gets a token in the steps {steps}" for name, steps in tokens.items())
+def ask(longest_gaps, ends: list[float], gives: dict, saying: str, token_id: int = 5, **tokens: list[int]) -> None:
+    lines = "; ".join(f"{name} gets the token {token_id} in the steps {steps}" for name, steps in tokens.items())
     given = f"steps that end at {ends}; {lines}"
-    got = longest_gaps(trace_of(ends, **tokens))
+    got = longest_gaps(trace_of(ends, token_id, **tokens))
 
     def identity():
         return got
@@ -206,6 +238,11 @@ def ask(longest_gaps, ends: list[float], gives: dict, saying: str, **tokens: lis
 @stall.test("one request, a token in every step")
 def _(longest_gaps):
     ask(longest_gaps, [1.0, 2.0, 5.0, 6.0], {"Ana": 3.0}, "the longest time between two tokens, in seconds", Ana=[0, 1, 2, 3])
+
+
+@stall.test("a token whose id is 0 is a token too")
+def _(longest_gaps):
+    ask(longest_gaps, [1.0, 3.0], {"Ana": 2.0}, "whoever has an entry in step.tokens got a token, whatever its id", token_id=0, Ana=[0, 1])
 
 
 @stall.test("the time to the first token is no gap")

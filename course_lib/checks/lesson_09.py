@@ -110,6 +110,12 @@ def _(block_hashes):
     )
 
 
+@chain.test("a salt has no hash of its own")
+def _(block_hashes):
+    got = hashes(block_hashes, A + B, "Ana")
+    require(len(got) == 2, "2 hashes, one for each full block", given="8 tokens, block_size=4, salt='Ana'", got=f"returned {len(got)} of them")
+
+
 @chain.test("another salt, other hashes", concept="X2")
 def _(block_hashes):
     plain, salted = hashes(block_hashes, A + B), hashes(block_hashes, A + B, "Ana")
@@ -149,8 +155,10 @@ class Lookup:
         self.entries, self.collides = [entry for prefix in prefixes for entry in prefix], collides
 
     def __call__(self, parent, token_ids):
+        if not isinstance(token_ids, tuple):
+            raise TypeError(f"lookup(parent, tokens): tokens must be a tuple, not {shown(token_ids)}")
         for entry in self.entries:
-            if entry.parent is parent and entry.token_ids == tuple(token_ids):
+            if entry.parent is parent and entry.token_ids == token_ids:
                 return entry
         return self.collides
 
@@ -223,6 +231,9 @@ def _(match_prefix):
 
 @matching.test("it ends at the first miss", concept="X2")
 def _(match_prefix):
+    expect_match(
+        match_prefix, [*A, *C, *B, 1], Lookup(cached(A, B)), [70], 4, "what comes behind a miss isn't what comes behind the hit"
+    )
     other = cached(B)
     other.append(Entry(9, None, tuple(C), None, 90))  # C as the first block of a prompt
     expect_match(
@@ -270,6 +281,15 @@ def _(match_prefix):
         [70],
         4,
         "those tokens are cached, but behind another block: it's no hit",
+    )
+    long, other = cached(A, B, C), cached(C, B)
+    expect_match(
+        match_prefix,
+        [*C, *B, *C, 1],
+        Lookup(long, other, collides=long[2]),
+        [70, 71],
+        8,
+        "the block before has the same tokens, but isn't the same: there's another one before it",
     )
 
 
@@ -359,6 +379,19 @@ def _(shared_blocks):
     )
 
 
+@sharing.test("a block that was found, then taken without a key", concept="X5")
+def _(shared_blocks):
+    pool, table = filled(shared_blocks, 1, "k1")
+    pool.give_back(table)
+    block = pool.take(None)
+    given = "1 block: take('k1'), filled, give_back, take(None)"
+    got = pool.find("k1")
+    require(got is None, "None: it's going to hold something else", given=f"{given}, find('k1')", got=f"found {shown(got)}")
+    pool.filled(block)
+    got = pool.find("k1")
+    require(got is None, "None: it holds something else", given=f"{given}, filled, find('k1')", got=f"found {shown(got)}")
+
+
 @sharing.test("two holders, one of them leaves", concept="X4")
 def _(shared_blocks):
     pool, table = filled(shared_blocks, 1, "k1")
@@ -424,6 +457,21 @@ def _(shared_blocks):
         "k3 is lost: without k1 nobody could use it anyway",
         given="3 blocks k1, k2, k3 of one prompt, given back; one is taken",
         got=f"still found: {', '.join(kept)}",
+    )
+
+
+@sharing.cost("what another block holds is still found", concept="X10")
+def _(shared_blocks):
+    pool, table = filled(shared_blocks, 2, "k1", "k1")
+    kept = pool.find("k1")
+    pool.give_back([block for block in table if block != kept])
+    pool.take("k2")
+    got = pool.find("k1")
+    require(
+        got == kept,
+        f"block {kept}: only the other one is overwritten",
+        given="2 blocks: take('k1') twice, filled both, give_back the one that find('k1') doesn't give, take('k2'), find('k1')",
+        got=f"found {shown(got)}",
     )
 
 

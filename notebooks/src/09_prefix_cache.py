@@ -89,7 +89,7 @@ with own_tokens_only, any_parent:
 # > with a third prompt, *Ben, then Ana, then a different task*?
 
 # %% name="guess-orders"
-my_guess_second, my_guess_third = 48, 48  # tokens: write yours
+my_guess_second, my_guess_third = 0, 0  # tokens: write yours
 
 # %% name="orders"
 print("the engine's cache:")
@@ -182,7 +182,7 @@ show(block_map(engine.trace, title="100 tokens of instructions, three times"), b
 # > if it has 64 tokens? 65? 15?
 
 # %% name="guess-lengths"
-my_guess_lengths = {64: 64, 65: 64, 15: 15}  # prompt length: tokens from the cache; write yours
+my_guess_lengths = {64: 64, 65: 65, 15: 15}  # prompt length: tokens from the cache; write yours
 
 # %% name="lengths"
 for length, guess in my_guess_lengths.items():
@@ -210,7 +210,7 @@ for length, guess in my_guess_lengths.items():
 # > step. How many tokens of the second one come from the cache? And if the second one comes a step later?
 
 # %% name="guess-twins"
-my_guess_same_step, my_guess_next_step = 48, 48  # tokens: write yours
+my_guess_same_step, my_guess_next_step = 64, 64  # tokens: write yours
 
 # %% name="twins"
 for guess, steps_between in ((my_guess_same_step, 0), (my_guess_next_step, 1)):
@@ -239,7 +239,8 @@ source(Scheduler.commit, mark=("register", "The forward pass returned"))
 #
 # When its last holder ends, a block is free. Its content stays true until somebody overwrites it. So *free* has two
 # kinds: free with nothing in it, and free with content that can still be found. The first kind is taken first; then,
-# of the second, the block that nobody has used for the longest time (*least recently used*).
+# of the second, the block that nobody has used for the longest time (*least recently used*). (Exercise 09.3 makes it
+# simpler: one order for all free blocks, whether they hold something or not.)
 #
 # A request gives back all its blocks at once. In which order should they be overwritten?
 #
@@ -248,7 +249,7 @@ source(Scheduler.commit, mark=("register", "The forward pass returned"))
 # > tokens of the first prompt are still found, if the two *first* blocks went? If the two *last* ones went?
 
 # %% name="guess-evicted"
-my_guess_first_gone, my_guess_last_gone = 64, 64  # tokens: write yours
+my_guess_first_gone, my_guess_last_gone = 32, 32  # tokens: write yours
 
 # %% name="evicted"
 from course_lib.block_manager import BlockManager
@@ -297,7 +298,8 @@ for title, worst in (("the engine's hash", prefix_cache.hash_block), ("always 7"
 source(prefix_cache.Entry.holds)
 
 # %% [markdown]
-# A bad hash costs hits, never the truth.
+# One key, one entry: the first block's. With one key for all there is room for that block alone, so only its 16 tokens
+# are found. A bad hash costs hits, never the truth.
 #
 # The second belt is for people. Whether a prompt comes from the cache can be felt: its first token is there at once.
 # Who may send prompts to your server could find out, block by block, what others have sent. A **salt** goes into the

@@ -28,12 +28,16 @@ from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 # One exception, because without it somebody would wait for ever: a prompt that is longer than the *whole* budget goes
 # in when the step is empty, alone. (Our engine refuses such prompts at the door when they can't be cut. A scheduler
 # shouldn't depend on its doorman.)
+#
+# This scheduler takes no blocks away from anybody: with a pool that is too small, requests can get stuck, each waiting
+# for a block that another one holds. Preemption is the way out (lessons 06 and 08).
 
 # %% name="your-05-1"
 class WholePrompts(Scheduler):
     """Requests are WAITING or RUNNING. A prompt goes in whole, or not in this step.
 
-    self.running, self.waiting            lists of Sequence, in the order in which they are to be served
+    self.running, self.waiting            lists of Sequence, in the order in which they are to be served; leave both
+                                          lists as they are: the engine moves sequences
     self.config.max_num_batched_tokens    most tokens in a step, of all requests together
     self.config.max_num_seqs              most requests at a time: those that run and those that go in now
     self.block_manager.allocate(sequence, n)
@@ -48,7 +52,7 @@ class WholePrompts(Scheduler):
         is True for all of them here. `plan.admitted` lists the sequences whose prompt goes in now.
         A RUNNING sequence has one token without K/V, at position sequence.cached_token_count; a WAITING one has
         sequence.remaining_token_count of them, from position 0 on. Who can't get blocks gets no chunk.
-        The first prompt that doesn't fit (tokens, seats or blocks) stops all prompts behind it.
+        The first prompt that doesn't fit (tokens, seats or blocks) stops all prompts behind it, and takes no blocks.
         """
         plan = SchedulerOutput(self.step, self.block_size)
         ### BEGIN SOLUTION

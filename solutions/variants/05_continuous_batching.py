@@ -14,6 +14,21 @@ MUTANTS = [
      "not fits:\n                break\n            if self.block_manager.allocate(request, need) is None:"),
     ("C9", "05.1", "if left > 0 and self.block_manager.allocate(request, place + 1):",
      "if left > 0 and self.block_manager.allocate(request, place + 1) is not None:"),
+    ("C9", "05.1", "if seats == 0 or not fits or not self.block_manager.allocate(request, need):\n                break",
+     "if seats == 0 or not fits:\n                break\n            if not self.block_manager.allocate(request, need):\n                continue"),
+    ("C2", "05.1", "seats = self.config.max_num_seqs - len(self.running)\n",
+     ("seats = self.config.max_num_seqs - len(self.running)\n"
+     "        room = limit - len(self.running)\n"
+     "        for request in self.waiting[: max(0, seats)]:\n"
+     "            room -= request.remaining_token_count\n"
+     "            if room < 0 or not self.block_manager.allocate(request, request.remaining_token_count):\n"
+     "                break\n")),
+    ("B7", "05.1", "if seats == 0 or not fits or not self.block_manager.allocate(request, need):",
+     "if not self.block_manager.allocate(request, need) or seats == 0 or not fits:"),
+    ("B7", "05.1", "if seats == 0 or not fits or not self.block_manager.allocate(request, need):",
+     "if not fits or not self.block_manager.allocate(request, need) or seats == 0:"),
+    ("C3", "05.1", "fits = need <= left or not plan.chunks", "fits = need <= left or (need > limit and not self.running)"),
+    ("C3", "05.1", "fits = need <= left or not plan.chunks", "fits = need <= left or not self.running"),
     ("C18", "05.1", "seats = self.config.max_num_seqs - len(self.running)", "seats = self.config.max_num_seqs"),
 ]  # fmt: skip
 

@@ -14,16 +14,21 @@ MUTANTS = [
     ("X6", "09.2", "entry.token_ids != tokens or entry.parent is not parent", "entry.token_ids != tokens"),
     ("X6", "09.2", "entry.token_ids != tokens or entry.parent is not parent", "entry.parent is not parent"),
     ("X2", "09.2", "        if entry is None:\n            break", "        if entry is None:\n            parent = None\n            continue"),
+    ("X2", "09.2", "        if entry is None:\n            break", "        if entry is None:\n            continue"),
+    ("X6", "09.2", "entry.parent is not parent", "getattr(entry.parent, 'token_ids', None) != getattr(parent, 'token_ids', None)"),
     ("X4", "09.3", "        self.holders[block] += 1\n", ""),
     ("X4", "09.3", "        if block in self.idle:\n            self.idle.remove(block)\n", ""),
     ("X4", "09.3", "            if self.holders[block] == 0:\n                self.idle.append(block)", "            self.idle.append(block)"),
     ("X5", "09.3", "        self.meant_for[block] = key\n", "        self.meant_for[block] = key\n        self.found[key] = block\n"),
     ("X5", "09.3", "            del self.found[before]", "            pass"),
+    ("X5", "09.3", "        self.meant_for[block] = key\n", "        self.meant_for[block] = key or before\n"),
+    ("X5", "09.3", "if self.found.get(before) == block:", "if key is not None and self.found.get(before) == block:"),
     ("X5", "09.3", "        if key is not None:\n            self.found.setdefault(key, block)", "        self.found[key] = block"),
     ("X5", "09.3", "            if self.holders[block] == 0:\n", "            if self.holders[block] == 0:\n                self.found.pop(self.meant_for[block], None)\n"),
 ]
 
 COSTS = [
+    ("X10", "09.3", "        if self.found.get(before) == block:\n            del self.found[before]\n", "        self.found.pop(before, None)\n"),
     ("X10", "09.3", "in reversed(blocks)", "in blocks"),
     ("X10", "09.3", "self.idle.pop(0)", "self.idle.pop()"),
 ]
