@@ -194,6 +194,32 @@ def test_a_time_limit_never_fires_after_its_block():
     assert threading.active_count() < 20
 
 
+def test_a_debugger_works_after_a_check(tmp_path):
+    """A trace function, as a debugger sets it, is called and ends: nothing of a limit is left in the interpreter."""
+    code = """if True:
+        import sys, time
+        from course_lib.checks.run import TimeLimit, TimeUp
+
+        for seconds, work in ((5, 0.0), (0.05, 0.2)):
+            try:
+                with TimeLimit(seconds):
+                    end = time.monotonic() + work
+                    while time.monotonic() < end:
+                        pass
+            except TimeUp:
+                print("stopped")
+        seen = []
+        sys.settrace(lambda frame, event, arg: seen.append(event))
+        len.__call__([])
+        (lambda **kwargs: None)(**{})
+        sys.settrace(None)
+        print(seen)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.stdout.split("\n")[0] == "stopped" and "call" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("parts, says", [
     ((), "it takes 1 part: double; it was given 0"),
     ((right, right), "it was given 2"),

@@ -59,16 +59,20 @@ class TimeLimit:
                     self.inside.release()
                 while self.watching.locked():
                     time.sleep(0.0002)
-                _raise_in(self.thread, None)  # one that is still on its way
+                for _ in range(3):  # one that is still on its way arrives here, at a jump backwards
+                    pass
                 return
             except TimeUp:
                 pass
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread before its next instruction; None takes back one that hasn't arrived."""
-    what = ctypes.py_object(kind) if kind else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread before one of its next instructions.
+
+    It can't be taken back: with no exception given, CPython 3.11 would look for one at every call from then on, and hang
+    in the first function that is traced.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 @dataclass
