@@ -56,6 +56,7 @@ print(f"{'document':>8}: {len(workload.document):5} tokens   {demo.document_text
 
 # %% name="guess-gap"
 my_guess_seconds = 0.2  # Ana's longest wait, in seconds: write yours
+print(f"Noted: Ana waits {my_guess_seconds} s at worst.")
 
 # %% [markdown]
 # Now watch Ana's stream. Waits of more than three times the usual are marked where they happened. (The numbers that
@@ -122,6 +123,7 @@ for time_slice in (2048, 512, 128, 32, 8):
 # %% name="guess-chunks"
 my_guess_seconds_now = 0.2  # Ana's longest wait, in seconds: write yours
 my_guess_factor = 2.0  # the document's time to first token, chunked against whole: write yours
+print(f"Noted: Ana waits {my_guess_seconds_now} s at worst, and the document {my_guess_factor} times as long as before.")
 
 # %% name="run-chunked" tags=["nbval-ignore-output"]
 chunked = demo.run(runner, workload, max_prefill_chunk_size=256, on_outputs=demo.Watch("Ana"))
@@ -226,6 +228,7 @@ for chunk_size in (None, 4096, 1024, 256):
 # %% name="guess-small"
 my_guess_gap_factor = 1.0  # Ana's longest wait, chunks of 16 against chunks of 256: write yours
 my_guess_time_factor = 1.0  # the total time, chunks of 16 against chunks of 256: write yours
+print(f"Noted: Ana's wait times {my_guess_gap_factor}, the total time times {my_guess_time_factor}.")
 
 # %% name="run-small" tags=["nbval-ignore-output"]
 small = demo.run(runner, workload, max_prefill_chunk_size=16)
