@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from pathlib import Path
 
-from ..checks.progress import progress_file
+from ..checks.progress import progress_file, write_entries
 from .result import Result
 from .rounds import rounds
 from .score import built_in_scores, total
@@ -45,13 +43,7 @@ def remember(result: Result) -> None:
         "rounds": {name: round(s.points, 2) for name, s in result.scores.items()},
         "when": time.strftime("%Y-%m-%d %H:%M"),
     }
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        try:
-            draft.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+    write_entries(path, entries)
 
 
 def leaderboard() -> str:

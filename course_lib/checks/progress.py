@@ -47,6 +47,11 @@ def remember(report: Report) -> None:
         "concept": (failed and failed.concept_id) or "",
         "when": time.strftime("%Y-%m-%d %H:%M"),
     }
+    write_entries(path, entries)
+
+
+def write_entries(path: Path, entries: dict) -> None:
+    """Replace a small JSON file in one step; where it can't be written, nothing happens."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         try:
