@@ -5,13 +5,9 @@ What happens between two steps (a cancel, say) goes into the record of the step 
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from .scheduler import SchedulerOutput
 from .sequence import Sequence
 from .trace import RequestRecord, StepRecord, Trace
-
-trace_name = attrgetter("trace_name")
 
 
 class Recorder:
@@ -64,7 +60,7 @@ class Recorder:
             self._note_changes(record, before)
             if scheduled.chunks:
                 sequences, *columns = zip(*scheduled.chunks, strict=True)
-                record.chunks.columns = (tuple(map(trace_name, sequences)), *columns)
+                record.chunks.columns = (tuple([sequence.trace_name for sequence in sequences]), *columns)
             record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
             record.preempted = [sequence.trace_name for sequence in preempted]
             for sequence in scheduled.admitted:
