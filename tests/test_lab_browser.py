@@ -341,6 +341,21 @@ def test_presets_comparing_and_errors_in_the_lab(opened):
     assert "chip='a100'" in code.input_value() and "EngineConfig(" in code.input_value()
 
 
+def test_at_200_percent_beside_the_file_browser_settings_and_picture_are_in_sight_together(opened):
+    page = opened("lab.ipynb").run()
+    page.wait_for_selector(".lmv-picture svg path.lm-prefill")
+    page.set_viewport_size({"width": 640, "height": 360})  # a screen of 1280 x 720 at 200 %
+    page.evaluate("window.jupyterapp.shell.expandLeft()")
+    page.locator(".jp-FileBrowser").wait_for()
+    page.locator(".lmv").evaluate("lab => lab.scrollIntoView({ block: 'start' })")
+    for name in ("running streams", "chunk size", "known prefix"):
+        slider = page.get_by_role("slider", name=name)
+        slider.press("ArrowRight")
+        window, control, picture = (found.bounding_box() for found in (page.locator(".jp-WindowedPanel-outer"), slider, page.locator(".lmv-picture")))
+        assert window["x"] <= control["x"] and control["x"] + control["width"] <= window["x"] + window["width"]
+        assert window["y"] <= control["y"] < picture["y"] < window["y"] + window["height"] - 120, "120 of about 240 pixels"
+
+
 DRAG = """async ([values, pause]) => {
   const input = [...document.querySelectorAll('.lmv-control input')].find((e) => e.getAttribute('aria-label') === 'chunk size');
   const picture = document.querySelector('.lmv-picture'), times = [];

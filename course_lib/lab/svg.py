@@ -160,12 +160,13 @@ class Svg:
         self.width = width
         self.parts: list[str] = []
 
-    def path(self, kind: str, shapes: list[str]) -> None:
-        """All shapes of one kind in one element; nothing when there are none."""
+    def path(self, kind: str, shapes: list[str], dash: str = "") -> None:
+        """All shapes of one kind in one element; nothing when there are none. dash: pixels of a stroke and of the gap behind it."""
         data = "".join(shapes)
         if data:
             crisp = "" if kind in SLANTED else " lm-c"
-            self.parts.append(f'<path class="lm-{kind}{crisp}" d="{data}"/>')
+            dashed = f' stroke-dasharray="{dash}"' if dash else ""
+            self.parts.append(f'<path class="lm-{kind}{crisp}"{dashed} d="{data}"/>')
 
     def text(self, x: int, y: int, text: str, classes: str = "ink") -> None:
         """classes: a colour, then b bold, s small, m middle or e end of the text at x, halo its edge."""

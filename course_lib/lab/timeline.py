@@ -9,6 +9,7 @@ of a slider. Each kind of thing is one <path>, whatever the number of requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 
 from ..trace import Trace
@@ -145,12 +146,10 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
         shapes["prefill"] += [box(*run, top, bar) for run in joined(chunks, 1)]
         if bar >= HATCHED:
             shapes["hatch"] += [hatch(*chunk, top, bar) for chunk in chunks]
-        inset = max(1, bar // 5) if bar > 3 else 0
-        if axis.has_ticks:
-            shapes["tick"] += [axis.stamped(run, top + inset, bar - 2 * inset) for run in life.decodes]
-        elif axis.has_gaps and touching == 1:
+        inset = _inset(bar)
+        if axis.has_gaps and touching == 1:
             shapes["decode"] += [axis.stamped(run, top + inset, bar - 2 * inset) for run in life.decodes]
-        else:
+        elif not axis.has_ticks:
             bars = axis.bars(life.decodes, max(axis.join, touching))
             shapes["decode"] += [box(*run, top + inset, bar - 2 * inset) for run in bars]
         if life.tokens:
@@ -165,6 +164,25 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
     return shapes
 
 
+def _ticks(panel: _Panel) -> dict[str, list[str]]:
+    """Dash pattern -> a stroke per token. Neighbours whose tokens come in the same steps share theirs, dashed: a crowd stays small."""
+    strokes: dict[str, list[str]] = {}
+    for _, group in groupby(panel.rows, key=lambda row: (row.life.decodes, row.bar)):
+        rows = list(group)
+        life, top, bar = rows[0].life, rows[0].top, rows[0].bar
+        inset = _inset(bar)
+        height = bar - 2 * inset
+        dash = f"{height} {rows[1].top - top - height}" if len(rows) > 1 else ""
+        whole = rows[-1].top - top + height
+        strokes.setdefault(dash, []).extend(panel.axis.stamped(run, top + inset, whole) for run in life.decodes)
+    return strokes
+
+
+def _inset(bar: int) -> int:
+    """How much lower than the bar a token is, above and below."""
+    return max(1, bar // 5) if bar > 3 else 0
+
+
 def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
     """Returns the kinds that the legend has to explain."""
     story, shapes = panel.story, _shapes(panel)
@@ -173,8 +191,10 @@ def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
         _draw_headline(svg, panel.top + 33, story)
     axis = panel.axis
     draw_axis(svg, axis, panel.rows[0].top if panel.rows else panel.budget_top, panel.bottom)
+    ticks = _ticks(panel) if axis.has_ticks else {}
     for kind, subpaths in shapes.items():
-        svg.path(kind, subpaths)
+        for dash, strokes in ticks.items() if kind == "tick" else [("", subpaths)]:
+            svg.path(kind, strokes, dash)
     _draw_row_texts(svg, panel)
     _draw_regions(svg, panel)
     _draw_stall(svg, panel)
@@ -183,7 +203,7 @@ def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
         words = f"tokens per step of {story.budget}"
     svg.text(axis.left, panel.budget_top - 6, words, "mute")
     draw_budget(svg, axis, panel.budget_top, BUDGET_HEIGHT)
-    return {"decode" if kind == "tick" else kind for kind, subpaths in shapes.items() if any(subpaths)}
+    return {kind for kind, subpaths in shapes.items() if any(subpaths)} | ({"decode"} if any(ticks.values()) else set())
 
 
 def _draw_title(svg: Svg, top: int, title: str) -> None:
