@@ -6,6 +6,8 @@ The same numbers come out on every machine.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from ..config import EngineConfig
 from ..hardware import find_chip, find_model, num_blocks_for
 from ..metrics import percentile
@@ -34,7 +36,9 @@ def _serve(model: str, chip: str, running: int, prompt: int, size: int | None) -
         num_blocks=num_blocks_for(find_model(model), find_chip(chip)), max_num_seqs=running + 1,
         max_num_batched_tokens=prompt + running + 1, max_prefill_chunk_size=size, enable_prefix_caching=False,
     )  # fmt: skip
-    first = simulate(config, stall(running, 1, arrival=0.0, context=CONTEXT, output_tokens=HEAD_START)[:-1], model=model, chip=chip)
+    first = simulate(
+        config, stall(running, 1, arrival=0.0, context=CONTEXT, output_tokens=HEAD_START)[:-1], model=model, chip=chip
+    )
     chunks = -(-prompt // (size or prompt))
     requests = stall(
         running, prompt, arrival=first.steps[-1].end, context=CONTEXT, output_tokens=HEAD_START + chunks + 32
@@ -50,7 +54,7 @@ def measures(trace: Trace) -> dict[str, float]:
     gaps = [
         end - begin
         for row in times.values()
-        for begin, end in zip(row, row[1:], strict=False)
+        for begin, end in pairwise(row)
         if end > arrival and begin < first
     ]  # fmt: skip
     streamed = sum(arrival < time <= first for row in times.values() for time in row)
@@ -67,7 +71,9 @@ def table(found: list[dict]) -> str:
     """All of it in text, in milliseconds."""
     lines = []
     for each in found:
-        lines.append(f"Simulated: {each['model']} on {each['chip']}, {each['running']} streams, a prompt of {each['prompt_tokens']:,}")
+        lines.append(
+            f"Simulated: {each['model']} on {each['chip']}, {each['running']} streams, a prompt of {each['prompt_tokens']:,}"
+        )
         lines.append(f"{'chunk':>6}{'long TTFT':>13}{'P99 ITL':>13}{'longest gap':>13}{'tokens/s':>12}")
         for row in each["sizes"]:
             cells = "".join(f"{1e3 * row[key]:10,.1f} ms" for key in ("long_ttft_s", "itl_p99_s", "stall_s"))

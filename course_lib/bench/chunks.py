@@ -104,13 +104,20 @@ def errors_text(errors: dict) -> str:
     for kind, words in (("step_time", "time of a step"), ("stall", "longest gap")):
         each = errors[kind]
         verdict = "met" if each["met"] else "MISSED"
-        lines.append(f"  {words}: median {each['median']:.1%} (target {each['target']:.0%}: {verdict}), worst size {each['max']:.1%}")
+        lines.append(
+            f"  {words}: median {each['median']:.1%} (target {each['target']:.0%}: {verdict}), worst size {each['max']:.1%}"
+        )
     return "\n".join(lines)
 
 
 # ---- shown ----------------------------------------------------------------------------------------
 
-COLUMNS = {"document's TTFT": (TTFT, ".2f"), "P99 ITL of the others": (P99, ".3f"), "longest gap": (GAP, ".3f"), "tokens/s": (RATE, ".1f")}
+COLUMNS = {
+    "document's TTFT": (TTFT, ".2f"),
+    "P99 ITL of the others": (P99, ".3f"),
+    "longest gap": (GAP, ".3f"),
+    "tokens/s": (RATE, ".1f"),
+}
 
 
 def table(rows: list[dict]) -> str:
@@ -147,7 +154,9 @@ def figure(rows: list[dict], document: int):
         for size, values in zip(sizes, measured, strict=True):
             axes.plot([size, size], [min(values), max(values)], color=colour, linewidth=1)
         axes.plot(sizes, [median(values) for values in measured], marker + "-", color=colour, label=f"{label}, measured")
-        axes.plot(sizes, [row["predicted"][key] for row in rows], marker + ":", color=colour, mfc="white", label=f"{label}, simulated")
+        axes.plot(
+            sizes, [row["predicted"][key] for row in rows], marker + ":", color=colour, mfc="white", label=f"{label}, simulated"
+        )
     times.set_ylabel("seconds")
     rates.set_ylabel("tokens per second")
     for axes in (times, rates):

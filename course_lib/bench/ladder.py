@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Self
 
 from ..config import EngineConfig
 from ..demo import document_text
@@ -64,7 +65,11 @@ def rungs(scale: int = 1) -> list[Rung]:
     return [
         Rung("naive", "a loop: the whole text through the model for every token, one request at a time", None, False, LIMIT),
         Rung("KV cache", "keys and values are kept: a token costs one token"),
-        Rung("own forward", "the engine with room for one request: packed weights, attention of our own", reserved | {"max_num_seqs": 1}),
+        Rung(
+            "own forward",
+            "the engine with room for one request: packed weights, attention of our own",
+            reserved | {"max_num_seqs": 1},
+        ),
         Rung("continuous batching", f"all that fit in one step, each with {longest:,} slots reserved up front", reserved),
         Rung("paged attention", "blocks of 16 slots, taken when they are needed; the same pool", paged),
         Rung("prefix cache", "blocks of equal beginnings are shared", shared),
@@ -181,7 +186,7 @@ class Utilisation:
     def mean(self) -> float | None:
         return fmean(self._values) if self._values else None
 
-    def __enter__(self) -> Utilisation:
+    def __enter__(self) -> Self:
         if self._ask is not None:
             self._thread.start()
         return self

@@ -8,6 +8,7 @@ still waiting counts with the time that it had waited. The tables mark them with
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 
 from ..metrics import Summary, of_requests
@@ -63,7 +64,9 @@ def measures(trace: Trace, requests: list[Request]) -> dict:
         "kv_slots": kv_slots(trace),
         "preemptions": sum(len(step.preempted) for step in trace.steps),
         "prefix_hit_tokens": sum(record.prefix_hit_tokens for record in trace.requests.values()),
-        "per_request": {name: {"ttft_s": each.ttft, "stall_s": each.stall, "e2e_s": each.e2e} for name, each in of_each.items()},
+        "per_request": {
+            name: {"ttft_s": each.ttft, "stall_s": each.stall, "e2e_s": each.e2e} for name, each in of_each.items()
+        },
     }
 
 
@@ -121,25 +124,29 @@ def effects(runs: list[dict], names: list[str]) -> list[dict]:
     """What each rung changes against the one before, by every measure: the ratio of both within a round.
 
     "better" or "worse" where every round says so, and the median ratio by at least 5 %; else "no clear change".
-    bound: the rung before was cut, so its times to first token are lower bounds.
+    bound: the rung before was cut, its times to first token are lower bounds, and the ratio is at most this: enough to
+    see that something got better, else "not known".
     """
     found = []
-    for before, after in zip(names, names[1:], strict=False):
+    for before, after in pairwise(names):
         was_cut = any(row["cut"] for row in runs if row["rung"] == before)
         for measure, (path, more_is_better) in COMPARED.items():
             pairs = zip(values_of(runs, before, path), values_of(runs, after, path), strict=False)
             ratios = [new / old for old, new in pairs if old]
             if not ratios:
                 continue
+            bound = was_cut and "TTFT" in measure
             gains = [ratio if more_is_better else 1 / ratio for ratio in ratios]
             verdict = "no clear change"
             if min(gains) > 1 and median(gains) >= 1 + CLEAR:
                 verdict = "better"
+            elif bound:
+                verdict = "not known"
             elif max(gains) < 1 and 1 / median(gains) >= 1 + CLEAR:
                 verdict = "worse"
             found.append({
                 "from": before, "to": after, "measure": measure, "ratio": median(ratios),
-                "min": min(ratios), "max": max(ratios), "verdict": verdict, "bound": was_cut and "TTFT" in measure,
+                "min": min(ratios), "max": max(ratios), "verdict": verdict, "bound": bound,
             })  # fmt: skip
     return found
 
@@ -162,7 +169,10 @@ def table(result: dict) -> str:
     runs = result["runs"]
     names = list(dict.fromkeys(row["rung"] for row in sorted(runs, key=lambda row: row["round"])))
     rounds = 1 + max(row["round"] for row in runs)
-    lines = [f"seconds, median of {rounds} rounds (and range)", f"{'':20}" + "".join(f"{name:>21}" for name in TIMES) + f"{'output tokens/s':>24}"]
+    lines = [
+        f"seconds, median of {rounds} rounds (and range)",
+        f"{'':20}" + "".join(f"{name:>21}" for name in TIMES) + f"{'output tokens/s':>24}",
+    ]
     notes = []
     for name in names:
         cut = [row["cut"] for row in runs if row["rung"] == name and row["cut"]]
@@ -174,8 +184,15 @@ def table(result: dict) -> str:
         lines.append(f"{name:20}{''.join(cells)}{rate:>24}")
         if cut:
             worst = min(cut, key=lambda each: each["tokens"])
-            notes.append(f"{name}: cut after {worst['tokens']} of {worst['of']} tokens ({worst['after_s']:.0f} s), {worst['waiting']} requests still waiting")
-    lines += [*notes, "", "KV slots, peak and mean; waste: reserved and empty", f"{'':20}" + "".join(f"{name:>11}" for name in MEMORY)]
+            notes.append(
+                f"{name}: cut after {worst['tokens']} of {worst['of']} tokens ({worst['after_s']:.0f} s), {worst['waiting']} requests still waiting"
+            )
+    lines += [
+        *notes,
+        "",
+        "KV slots, peak and mean; waste: reserved and empty",
+        f"{'':20}" + "".join(f"{name:>11}" for name in MEMORY),
+    ]
     for name in names:
         cells = [_number(median(values_of(runs, name, path)), title) for title, path in MEMORY.items()]
         lines.append(f"{name:20}" + "".join(f"{cell:>11}" for cell in cells))
@@ -200,7 +217,7 @@ def effects_text(found: list[dict]) -> str:
     lines = ["What each rung changes (the ratio to the rung before)"]
     for name in dict.fromkeys(each["to"] for each in found):
         lines.append(f"  {name}")
-        for verdict in ("better", "worse", "no clear change"):
+        for verdict in ("better", "worse", "no clear change", "not known"):
             words = [
                 f"{each['measure']} × {'<' if each['bound'] else ''}{each['ratio']:.2f}"
                 for each in found
