@@ -10,7 +10,17 @@ from helpers import prompt
 from course_lib import EngineConfig
 from course_lib.__main__ import main
 from course_lib.bench import WORKLOADS, at_scale, chunks, ladder
-from course_lib.bench.ladder_measures import COMPARED, effects, effects_text, kv_slots, measures, table, tokens_of, value_at
+from course_lib.bench.ladder_measures import (
+    COMPARED,
+    effects,
+    effects_text,
+    figure,
+    kv_slots,
+    measures,
+    table,
+    tokens_of,
+    value_at,
+)
 from course_lib.runners import FakeRunner
 from course_lib.runners.model import ModelRunner
 from course_lib.trace import ChunkRecord, RequestRecord, StepRecord, Trace
@@ -105,7 +115,7 @@ def test_the_plain_loop_serves_one_after_another_and_counts_from_the_arrival():
     model = EchoModel()
     requests = [Request("late", 1.5, [7] * 4, 2), Request("early", 0.0, [1, 2], 3)]
     row = measures(ladder.one_by_one(model, requests, True, now=model.now), requests)
-    assert row["per_request"]["early"] == {"ttft_s": 1.0, "stall_s": 1.0, "e2e_s": 3.0}
+    assert row["per_request"]["early"] == {"ttft_s": 1.0, "stall_s": 1.0}
     assert row["per_request"]["late"]["ttft_s"] == 2.5  # it waits from 1.5 to 3, and its first token takes a second
     assert row["cut"] is None and row["duration_s"] == 5.0 and row["output_tokens_per_second"] == 1.0
 
@@ -249,6 +259,9 @@ def test_the_ladder_runs_from_naive_to_chunked_and_all_tokens_are_equal(tiny):
     assert result["different_tokens"] == []
     assert all(row["output_tokens"] == sum(r.max_tokens for r in workload.requests) for row in result["runs"])
     assert {each["measure"] for each in result["effects"]} == set(COMPARED)
+    drawn = figure(result, "document")
+    assert [axes.get_title() for axes in drawn.axes] == ["median TTFT", "longest gap", "output tokens/s", "KV slots reserved"]
+    assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == names
     text = table(result)
     assert all(name in text for name in names) and "equal in all 14 runs" in text
 

@@ -64,9 +64,7 @@ def measures(trace: Trace, requests: list[Request]) -> dict:
         "kv_slots": kv_slots(trace),
         "preemptions": sum(len(step.preempted) for step in trace.steps),
         "prefix_hit_tokens": sum(record.prefix_hit_tokens for record in trace.requests.values()),
-        "per_request": {
-            name: {"ttft_s": each.ttft, "stall_s": each.stall, "e2e_s": each.e2e} for name, each in of_each.items()
-        },
+        "per_request": {name: {"ttft_s": each.ttft, "stall_s": each.stall} for name, each in of_each.items()},
     }
 
 
@@ -238,3 +236,50 @@ def _spread(values: list[float], form: str, mark: str = "") -> str:
 
 def _number(value: float, title: str) -> str:
     return f"{value:.0%}" if title == "waste" else f"{value:,.0f}"
+
+
+# ---- a picture ------------------------------------------------------------------------------------
+
+SHOWN = {
+    "median TTFT": ("seconds", "#009e73", "^"),
+    "longest gap": ("seconds", "#d55e00", "o"),
+    "output tokens/s": ("tokens per second", "#0072b2", "s"),
+    "KV slots reserved": ("slots, at the peak", "#cc79a7", "D"),
+}
+
+
+def figure(result: dict, title: str):
+    """One workload: a row per rung, from the bottom of the ladder to its top downwards, and a column per measure.
+
+    Marks are medians, lines reach from the lowest to the highest round. An open mark is a lower bound (a run that was
+    cut). Logarithmic axes; a value of 0 has no mark. Returns a matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    runs = result["runs"]
+    names = list(dict.fromkeys(row["rung"] for row in sorted(runs, key=lambda row: row["round"])))
+    drawn = Figure(figsize=(9.5, 3.4), layout="constrained")
+    panels = drawn.subplots(1, len(SHOWN), sharey=True)
+    for axes, (measure, (unit, colour, marker)) in zip(panels, SHOWN.items(), strict=True):
+        for y, name in enumerate(names):
+            values = [value for value in values_of(runs, name, COMPARED[measure][0]) if value]
+            if values:
+                is_bound = "TTFT" in measure and any(row["cut"] for row in runs if row["rung"] == name)
+                axes.plot([min(values), max(values)], [y, y], color=colour, linewidth=1)
+                axes.plot(median(values), y, marker, color=colour, mfc="white" if is_bound else colour)
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        if high < 4 * low:  # nearly equal values should look so
+            middle = (low * high) ** 0.5
+            low, high = axes.set_xlim(middle / 2, middle * 2)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 30 * low else (1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_title(measure, fontsize=10)
+        axes.set_xlabel(unit)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    drawn.suptitle(title, fontsize=11)
+    return drawn
