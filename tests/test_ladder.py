@@ -286,6 +286,11 @@ def test_the_command_keeps_every_run_and_a_part_does_not_replace_the_whole(tmp_p
     assert "no clear change" in capsys.readouterr().out
 
 
+def test_a_workload_of_another_part_leaves_a_part_out(tmp_path, capsys):
+    assert main(["bench", "throughput", "ladder", "--workloads", "mix", "--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["ladder_mix.json"]
+
+
 def test_the_command_sweeps_the_chunk_sizes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(at_scale, "sweeps", list)
     assert main(["bench", "chunks", "--quick", "--rounds", "2", "--threads", "1", "--out", str(tmp_path)]) == 0

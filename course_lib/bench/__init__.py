@@ -23,6 +23,8 @@ def main(args) -> int:
 
         return run(args)
     for part in args.parts or PARTS:
+        if args.workloads and part in WORKLOADS and not set(args.workloads) & set(WORKLOADS[part]):
+            continue  # none of its own was asked for
         if part == "overhead":
             from .overhead import main as run
 

@@ -281,9 +281,8 @@ def main(args) -> None:
     torch.set_num_threads(threads)
     scale = QUICK if args.quick else 1
     runner = ModelRunner("tiny" if args.quick else "smollm2")
-    chosen = workloads(runner.tokenizer.encode(document_text()), scale)
-    if args.workloads:
-        chosen = {name: workload for name, workload in chosen.items() if name in args.workloads}
+    known = workloads(runner.tokenizer.encode(document_text()), scale)
+    chosen = {name: workload for name, workload in known.items() if name in (args.workloads or known)}
     ladder = rungs(scale)
     about = {
         "threads": threads, "seed": SEED, "rounds": args.rounds, "model": runner.name, "attention": runner.attention,
@@ -301,5 +300,5 @@ def main(args) -> None:
         return  # not a measurement
     cache = runner.kv_cache
     about["kv_bytes_per_slot"] = (cache.k.nbytes + cache.v.nbytes) // (cache.num_blocks * cache.block_size)
-    name = "_".join(["ladder", *(args.workloads or ())])  # a part of it doesn't replace the whole
+    name = "ladder" if len(chosen) == len(known) else "_".join(["ladder", *chosen])  # a part doesn't replace the whole
     print(f"raw numbers: {machine.save(name, about | {'workloads': results}, args.out)}")
