@@ -287,7 +287,9 @@ def test_the_command_keeps_every_run_and_a_part_does_not_replace_the_whole(tmp_p
 
 
 def test_a_workload_of_another_part_leaves_a_part_out(tmp_path, capsys):
-    assert main(["bench", "throughput", "ladder", "--workloads", "mix", "--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["bench", "throughput", "ladder", "--workloads", "mix", "--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["ladder_mix.json"]
 
 
