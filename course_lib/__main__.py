@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from .bench import PARTS
+from .bench import PARTS, WORKLOADS
 from .validation import check_int
 
 
@@ -52,7 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("parts", nargs="*", type=one_of(PARTS), metavar="PART", help=f"{', '.join(PARTS)} (default: all of them)")
     bench.add_argument("--threads", type=positive, help="threads of every contender (default: the number of cores)")
     bench.add_argument("--rounds", type=positive, default=5, help="runs of each contender, in turns (default 5)")
-    bench.add_argument("--workloads", nargs="+", choices=["short", "long"], help="of throughput (default: both)")
+    names = [name for part in WORKLOADS.values() for name in part]
+    bench.add_argument("--workloads", nargs="+", choices=names, metavar="NAME",
+        help="; ".join(f"of {part}: {', '.join(names)}" for part, names in WORKLOADS.items()) + " (default: all of them)")  # fmt: skip
+    bench.add_argument("--quick", action="store_true",
+        help="ladder and chunks with the tiny model and small sizes: only to see whether all of it runs")  # fmt: skip
     bench.add_argument("--contenders", nargs="+", metavar="NAME", help="of throughput (default: all that are installed)")
     bench.add_argument("--vllm-venv", default=".venv-vllm", metavar="FOLDER", help="where vLLM's CPU build is (default .venv-vllm)")
     bench.add_argument("--url", help="measure an OpenAI-compatible server with the demo's workload instead, from the client's side")

@@ -4,6 +4,7 @@
     throughput   SmolLM2 on this CPU: ours, transformers in three ways, vLLM's CPU build
     latency      one decode step of one request, beside reading the weights once
     chunks       the demo's longest gap and throughput against the chunk size
+    ladder       naive generate, KV cache, … chunked prefill: each step of the course on the same requests
     --url        the demo's workload on an OpenAI-compatible server, instead of the parts above
 
 Contenders of one table run in turns, within one call, so that they meet the same machine.
@@ -11,7 +12,8 @@ Contenders of one table run in turns, within one call, so that they meet the sam
 
 from __future__ import annotations
 
-PARTS = ("overhead", "latency", "throughput", "chunks")
+PARTS = ("overhead", "latency", "throughput", "chunks", "ladder")
+WORKLOADS = {"throughput": ("short", "long"), "ladder": ("chat", "rag", "document", "mix")}
 
 
 def main(args) -> int:
@@ -21,6 +23,8 @@ def main(args) -> int:
 
         return run(args)
     for part in args.parts or PARTS:
+        if args.workloads and part in WORKLOADS and not set(args.workloads) & set(WORKLOADS[part]):
+            continue  # none of its own was asked for
         if part == "overhead":
             from .overhead import main as run
 
@@ -31,6 +35,10 @@ def main(args) -> int:
             run(args)
         elif part == "throughput":
             from .throughput import main as run
+
+            run(args)
+        elif part == "ladder":
+            from .ladder import main as run
 
             run(args)
         else:

@@ -89,7 +89,9 @@ def main(args) -> None:
             except RuntimeError as error:
                 print(f"left out: {name}: {error}")
         results = {
-            workload: measure(running, workload, args.rounds) for workload in args.workloads or WORKLOADS
+            workload: measure(running, workload, args.rounds)
+            for workload in WORKLOADS
+            if workload in (args.workloads or WORKLOADS)
         }
     finally:
         for process in running:
