@@ -46,6 +46,26 @@ class ClientStream:
         return sum(count for _, count in self.events)
 
 
+def kept(streams: dict[str, ClientStream]) -> dict[str, dict]:
+    """The streams as they are kept in JSON, their times counted from the first request; `restored` reads them back."""
+    begin = min(stream.sent for stream in streams.values())
+    return {
+        name: {
+            "prompt_tokens": stream.prompt_tokens, "max_tokens": stream.max_tokens, "sent": stream.sent - begin,
+            "events": [[when - begin, count] for when, count in stream.events],
+        }
+        for name, stream in streams.items()
+    }  # fmt: skip
+
+
+def restored(streams: dict[str, dict]) -> dict[str, ClientStream]:
+    """What `kept` made, as streams again: without their texts and token ids."""
+    return {
+        name: ClientStream(name, each["prompt_tokens"], each["max_tokens"], each["sent"], [tuple(event) for event in each["events"]])
+        for name, each in streams.items()
+    }
+
+
 class Endpoint:
     """An OpenAI-compatible server at `url`, like "http://127.0.0.1:8000".
 
@@ -245,7 +265,7 @@ def main(args) -> int:
     differ = differing(served, ours.token_ids)
     print(_verdict(differ))
     results = {"url": endpoint.url, "model": endpoint.model, "server": rows, "this engine": own, "differing": differ}
-    path = machine.save("endpoint", results, args.out)
+    path = machine.save("url", results, args.out)
     print(f"raw numbers: {path}")
     if args.svg:
         picture = compare(traces[0], ours.trace, titles=(f"{endpoint.url}, seen from the client", f"this engine, {ours.title}"))
