@@ -1,7 +1,6 @@
 """The documents say what is: links lead somewhere, commands exist, tables agree with the lessons, the exercises and the lab."""
 
 import contextlib
-import fnmatch
 import functools
 import io
 import re
@@ -169,27 +168,9 @@ def test_a_command_that_is_not_there_is_seen(command):
     assert list(wrong_commands(f"Run `{command}`.")) and list(wrong_commands(f"```bash\n{command}\n```\n"))
 
 
-# ---- what is from others
+# ---- what is from others (the files themselves: test_audit.py)
 
-CODE = {".py", ".ipynb", ".md", ".toml", ".yml", ".c", ".js", ".mjs", ".html", ".css", ".cfg"}
-SETTINGS = ("Makefile", ".gitignore", ".gitattributes", ".ci/*", ".devcontainer/*", ".github/*")
 THIRD_PARTY = (ROOT / "docs" / "third_party.md").read_text(encoding="utf-8")
-
-
-def test_every_file_that_is_no_code_has_an_origin_and_a_licence():
-    named = {file.strip("`"): (origin, licence) for file, _, origin, licence in rows(THIRD_PARTY, "Files that aren't code")}
-    assert all(all(cells) for cells in named.values())
-    others = [file for file in FILES if Path(file).suffix not in CODE and not any(fnmatch.fnmatch(file, pattern) for pattern in SETTINGS)]
-    unnamed = [file for file in others if not any(fnmatch.fnmatch(file, pattern) for pattern in named)]
-    assert not unnamed, f"docs/third_party.md doesn't say whose these are: {unnamed}"
-    assert all(fnmatch.filter(others, pattern) for pattern in named), "a row without a file"
-
-
-def test_no_code_carries_somebody_elses_notice():
-    notice = re.compile(r"copyright (\(c\)|©|\d{4})|SPDX-License-Identifier|all rights reserved", re.I)
-    own = {"LICENSE", "tests/test_docs.py"}
-    found = [file for file in FILES if file not in own and Path(file).suffix != ".png" and notice.search((ROOT / file).read_text(encoding="utf-8"))]
-    assert not found, f"name their origin and licence in docs/third_party.md: {found}"
 
 
 def test_what_the_static_page_bundles_is_named():
