@@ -30,7 +30,7 @@ NEEDS_TRITON := import importlib.util as u, sys, torch; sys.exit(sys.platform ==
 # Jupyter refuses to run as root (in a container, say) unless told that this is meant.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u 2>/dev/null)),--allow-root)
 
-.PHONY: help lab test test-all browser demo notebooks site bench gpu-check doctor audit clean
+.PHONY: help lab test test-all browser demo notebooks site site-lessons bench gpu-check doctor audit clean
 
 help:
 	@echo "make lab        open the course in JupyterLab, at lesson 00"
@@ -40,6 +40,7 @@ help:
 	@echo "make demo       see the stall, and chunked prefill removing it, in this terminal"
 	@echo "make notebooks  build the notebooks from their sources"
 	@echo "make site       build the scheduler lab as a static web page, in build/site (needs npm)"
+	@echo "make site-lessons  build lesson 08 and some exercises to run in a browser, in build/lessons (needs npm)"
 	@echo "make bench      measure the engine on this machine"
 	@echo "make gpu-check  test the GPU kernels on this machine's GPU, and measure them"
 	@echo "make doctor     say what is installed, what is missing, and what to do about it"
@@ -71,6 +72,9 @@ notebooks: $(STAMP)
 # Needs npm and Python alone: Pyodide, a Python for browsers, comes from npm once.
 site:
 	"$(PYTHON)" tools/build_site.py $(ARGS)
+
+site-lessons:
+	"$(PYTHON)" tools/build_lessons_site.py
 
 bench: $(STAMP)
 	$(RUN) -m course_lib bench $(ARGS)

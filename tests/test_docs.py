@@ -6,6 +6,7 @@ import io
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
@@ -18,6 +19,9 @@ from course_lib.checks.concepts import CONCEPTS
 from course_lib.lab.scheduler_lab import PRESETS, Lab
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from build_notebooks import images_without_alt  # noqa: E402 (it is a script beside the package, not in it)
+
 LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)  # not what a learner adds
 FILES = [name for name in LISTED.stdout.splitlines() if (ROOT / name).is_file()]
 DOCUMENTS = [name for name in FILES if name.endswith(".md")]
@@ -89,6 +93,19 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize("text", ["[x](docs/none.md)", "[x](docs/teaching.md#none)", "[x](#none)", "![x](none.png)", "<img alt='' src='none.png'>", "[x](../..)"])
 def test_a_link_that_leads_nowhere_is_seen(text):
     assert list(broken("README.md", text))
+
+
+# ---- pictures
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "site/index.html"])
+def test_every_picture_has_words(name):
+    """(Those in notebooks: test_notebooks_guard.py.)"""
+    assert not images_without_alt(without_code((ROOT / name).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("text", ["![](a.png)", "![ ](a.png)", "<img src='a.png'>", "<img src='a.png' alt=''>"])
+def test_a_picture_without_words_is_seen(text):
+    assert images_without_alt(text)
 
 
 # ---- names of files
