@@ -94,10 +94,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A JupyterLab of its own: nothing of the user's, and nothing from the network."""
-    folder = tmp_path_factory.mktemp("jupyter")
+@contextlib.contextmanager
+def jupyterlab(folder, root):
+    """A JupyterLab of its own: nothing of the user's, and nothing from the network. Gives the address of each file in `root`.
+
+    folder  what JupyterLab writes goes here
+    root    the folder that it shows
+    """
     names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR",
              "JUPYTERLAB_SETTINGS_DIR", "IPYTHONDIR")  # fmt: skip
     env = os.environ | {name: str(folder / name.lower()) for name in names} | {"PYTHONPATH": str(ROOT)}
@@ -106,18 +109,11 @@ def server(tmp_path_factory):
     config = Path(env["JUPYTER_CONFIG_DIR"]) / "labconfig"
     config.mkdir()
     (config / "page_config.json").write_text('{"disabledExtensions":{"@jupyterlab/apputils-extension:announcements":true}}')
-    notebooks = folder / "notebooks"
-    notebooks.mkdir()
-    for name, sources in NOTEBOOKS.items():
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(notebook, notebooks / name)
-    nbformat.write(saved_notebook(), notebooks / "saved.ipynb")
     port, token = free_port(), secrets.token_hex(8)
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
-             "--allow-root", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={notebooks}", "--expose-app-in-browser",
+             "--allow-root", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", "--expose-app-in-browser",
              "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"],
             env=env, stdout=log, stderr=log)  # fmt: skip
         try:
@@ -130,6 +126,20 @@ def server(tmp_path_factory):
         finally:
             process.terminate()
             process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jupyter")
+    notebooks = folder / "notebooks"
+    notebooks.mkdir()
+    for name, sources in NOTEBOOKS.items():
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(notebook, notebooks / name)
+    nbformat.write(saved_notebook(), notebooks / "saved.ipynb")
+    with jupyterlab(folder, notebooks) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
