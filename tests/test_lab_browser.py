@@ -351,7 +351,8 @@ def test_at_200_percent_beside_the_file_browser_settings_and_picture_are_in_sigh
     for name in ("running streams", "chunk size", "known prefix"):
         slider = page.get_by_role("slider", name=name)
         slider.press("ArrowRight")
-        window, control, picture = (found.bounding_box() for found in (page.locator(".jp-WindowedPanel-outer"), slider, page.locator(".lmv-picture")))
+        parts = (page.locator(".jp-WindowedPanel-outer"), slider, page.locator(".lmv-picture"))
+        window, control, picture = (part.bounding_box() for part in parts)
         assert window["x"] <= control["x"] and control["x"] + control["width"] <= window["x"] + window["width"]
         assert window["y"] <= control["y"] < picture["y"] < window["y"] + window["height"] - 120, "120 of about 240 pixels"
 
