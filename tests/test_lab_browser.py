@@ -361,7 +361,8 @@ def test_at_200_percent_beside_the_file_browser_settings_and_picture_are_in_sigh
     for name in ("running streams", "chunk size", "known prefix"):
         slider = page.get_by_role("slider", name=name)
         slider.press("ArrowRight")
-        window, control, picture = (found.bounding_box() for found in (page.locator(".jp-WindowedPanel-outer"), slider, page.locator(".lmv-picture")))
+        parts = (page.locator(".jp-WindowedPanel-outer"), slider, page.locator(".lmv-picture"))
+        window, control, picture = (part.bounding_box() for part in parts)
         assert window["x"] <= control["x"] and control["x"] + control["width"] <= window["x"] + window["width"]
         assert window["y"] <= control["y"] < picture["y"] < window["y"] + window["height"] - 120, "120 of about 240 pixels"
 
@@ -396,7 +397,7 @@ DRAG = """async ([values, pause]) => {
 
 
 def test_the_lab_is_quick(opened, capsys):
-    """What was measured is printed. The limits are several times what is promised, for machines that are busy."""
+    """What was measured is printed. The limits are three times what is promised, for machines that are busy."""
     page = opened("speed.ipynb").run()
     page.wait_for_selector(".lmv-picture svg path.lm-prefill")
     assert page.locator(".jp-OutputArea-output pre").last.inner_text() == "(64, 200)"
@@ -420,8 +421,8 @@ def test_the_lab_is_quick(opened, capsys):
             f"scrub {scrub:.1f} ms, p95 {works[-3]:.1f} (16), to the frame {statistics.median(frames):.0f} ms; pinning and the "
             f"second run of 128 streams and a prompt of 8192 {both * 1e3:.0f} ms (500)"
         )
-    assert moves[0] < 5 * 50, "the least: what other programs take of the machine isn't the lab's"
-    assert lag < 6 * 150 and scrub < 3 * 16 and both < 6 * 0.5
+    assert moves[0] < 3 * 50, "the least: what other programs take of the machine isn't the lab's"
+    assert lag < 3 * 150 and scrub < 16 and both < 3 * 0.5
 
 
 def test_a_saved_notebook_shows_the_picture_before_anything_is_run(opened):
