@@ -407,28 +407,34 @@ print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {
 #
 # ## Three questions
 #
-# **1.** Two documents of 600 tokens arrive together; the pool has 64 blocks of 16. Blocks are given per chunk. What can
-# go wrong, and what can't with blocks up front?
+# 1. Two documents of 600 tokens arrive together; the pool has 64 blocks of 16. Blocks are given per chunk. What can
+#    go wrong, and what can't with blocks up front?
 #
-# <details><summary>Answer</summary>
-# Each needs 38 blocks. If both are prefilled in turns, both get stuck part-filled, at 32 blocks each: neither can go on,
-# neither gives anything back. Somebody has to notice and preempt one of them. Up front, the second isn't
-# admitted before the first is done. Finishing one prefill before beginning the next avoids it nearly as well.
-# </details>
+#    <details><summary>Answer</summary>
 #
-# **2.** How much memory do 100 running requests waste with blocks of 16, on average? Does it depend on how long they are?
+#    Each needs 38 blocks. If both are prefilled in turns, both get stuck part-filled, at 32 blocks each: neither can go on,
+#    neither gives anything back. Somebody has to notice and preempt one of them. Up front, the second isn't
+#    admitted before the first is done. Finishing one prefill before beginning the next avoids it nearly as well.
 #
-# <details><summary>Answer</summary>
-# The last block of each is half-empty on average: some 100 × 8 = 800 tokens. It doesn't depend on their length.
-# For a thousand-token request that is under one per cent, for one of eight tokens it is half.
-# </details>
+#    </details>
 #
-# **3.** May the *last*, partly filled block of a prompt be shared between two requests?
+# 2. How much memory do 100 running requests waste with blocks of 16, on average? Does it depend on how long they are?
 #
-# <details><summary>Answer</summary>
-# Not if both write to it: each would put the keys and values of its own next token into the same slot. Either only
-# full blocks are shared (this engine, vLLM), or the block is copied for whoever writes first: *copy on write*.
-# </details>
+#    <details><summary>Answer</summary>
+#
+#    The last block of each is half-empty on average: some 100 × 8 = 800 tokens. It doesn't depend on their length.
+#    For a thousand-token request that is under one per cent, for one of eight tokens it is half.
+#
+#    </details>
+#
+# 3. May the *last*, partly filled block of a prompt be shared between two requests?
+#
+#    <details><summary>Answer</summary>
+#
+#    Not if both write to it: each would put the keys and values of its own next token into the same slot. Either only
+#    full blocks are shared (this engine, vLLM), or the block is copied for whoever writes first: *copy on write*.
+#
+#    </details>
 #
 # **Lesson 03** looks at a single line: given the table, in which slot does a token go? There are several wrong
 # answers, and each of them works for a while.

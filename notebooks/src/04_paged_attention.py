@@ -498,27 +498,30 @@ else:
 # 1. A prompt of 12 tokens, once whole and once in chunks of 4. In which of the two are more ones in the masks, all
 #    together? And in which are more keys read from memory?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# The same number of ones: 78. Every pair of a query and a key that it may see occurs once, however the prompt is cut.
-# But the keys are read more often: whole, 12 of them; in chunks 4 + 8 + 12 = 24. That is part of what chunks cost: each
-# reads all earlier K/V again, so very small chunks are expensive (`make bench` measures it).
-# </details>
+#    The same number of ones: 78. Every pair of a query and a key that it may see occurs once, however the prompt is cut.
+#    But the keys are read more often: whole, 12 of them; in chunks 4 + 8 + 12 = 24. That is part of what chunks cost: each
+#    reads all earlier K/V again, so very small chunks are expensive (`make bench` measures it).
+#
+#    </details>
 #
 # 2. Somebody sorts the tokens inside each chunk before the forward pass, for some reason, and moves nothing else. Then
 #    somebody moves tokens, positions and slots together. Which of the two changes the output?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# The first: a token then has another token's position, and sees other keys; it is another text. The second changes
-# nothing but the order of the output rows: attention knows a row by its position and its slot, not by its place in
-# the batch. Order matters inside a chunk, but it is the order of *positions*.
-# </details>
+#    The first: a token then has another token's position, and sees other keys; it is another text. The second changes
+#    nothing but the order of the output rows: attention knows a row by its position and its slot, not by its place in
+#    the batch. Order matters inside a chunk, but it is the order of *positions*.
+#
+#    </details>
 #
 # 3. For a decode the mask is a row of ones. Why does the kernel compare positions all the same?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# Because a tile has 64 columns and the context ends somewhere inside the last tile. The columns behind the end
-# need the weight 0. And because one code path for decodes and chunks is half as much to get wrong.
-# </details>
+#    Because a tile has 64 columns and the context ends somewhere inside the last tile. The columns behind the end
+#    need the weight 0. And because one code path for decodes and chunks is half as much to get wrong.
+#
+#    </details>

@@ -369,6 +369,7 @@ while engine.has_unfinished_requests():
 #    About the same: it had a seat from the beginning and got a token in every step, then as now. The gain is
 #    everybody else's, those who were done and those who waited. (Its steps may even be a little slower, because they
 #    are fuller.)
+#
 #    </details>
 #
 # 2. Your dashboard shows P99 inter-token latency, and it is flat. A user writes that her answer freezes "every few
@@ -378,6 +379,7 @@ while engine.has_unfinished_requests():
 #
 #    Both. At 40 tokens per second, a freeze every five minutes is one gap in 12,000. Look at the longest gap of each
 #    request, and at how many requests had one above a limit.
+#
 #    </details>
 #
 # 3. A colleague proposes to run a long prompt only when no chat is running. What happens on a busy server, and
@@ -387,4 +389,5 @@ while engine.has_unfinished_requests():
 #
 #    On a busy server that moment never comes: the long prompt starves. If it does come, a chat that arrives one step
 #    later waits for the whole prefill before its first token. Holding back moves the stall; only cutting shortens it.
+#
 #    </details>

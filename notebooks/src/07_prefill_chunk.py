@@ -353,6 +353,7 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #
 #    Two, and in the second. The chunk that completes the prompt also gives the first token: its last row has seen all of
 #    the prompt. A third step would be for a second token.
+#
 #    </details>
 #
 # 2. `query_start_loc` of a step is `[0, 1, 2, 258]`, `sample_rows` is `[0, 1]`. What do you know about the step?
@@ -361,6 +362,7 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #
 #    Three requests. Two have one token each (decodes, most likely) and get their next token. The third has a chunk of 256
 #    tokens and isn't done with its prompt.
+#
 #    </details>
 #
 # 3. Somebody tests chunked prefill with prompt 1,024, chunk 256, block 16, alone, and finds the same tokens. What may
@@ -370,4 +372,5 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #
 #    Everything that needs a chunk border inside a block (256 is a multiple of 16), a last chunk that is shorter than the
 #    others, or a second request in the batch: slots by local index, rounding, borders, sampled rows.
+#
 #    </details>

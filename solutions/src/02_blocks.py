@@ -49,15 +49,23 @@ check("02.1", new_blocks_needed)
 
 # %% [markdown] name="hints-02-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Don't look at the chunk alone. Ask what the request fills when the chunk is in, and what it has.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Blocks of 4. After 3 tokens it holds one block; two more come. They need one new block: the fourth token goes into the
 # old one. And if one more comes instead of two, none.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Tokens afterwards, divided by the block size, rounded up: that many blocks it must have. Take away what it holds. Rounding
 # up without floats: divide with a remainder, and one more if there is any.
+#
 # </details>
 
 # %% name="run-02-1" tags=["needs-your-code"]
@@ -165,19 +173,27 @@ check("02.2", MyBlockManager)
 
 # %% [markdown] name="hints-02-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # At every moment each block is either in the free list, once, with a reference count of 0, or in as many tables as its
 # count says. Each deed must leave that true, also the one that says no. `blocks_needed(num_tokens, block_size)` from
 # `course_lib.slots` rounds up for you.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Ana and Ben share block 0, and Ana is cancelled. If block 0 goes to the free list now, Chen gets it next and writes his
 # own keys and values where Ben goes on reading. And if Ana's table still says [0, 1] when she comes back, she writes
 # into blocks that are Chen's.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # allocate: how many blocks are missing? More than are free: say no. Else move that many from the front of the free list to
 # the table, each with one owner. share: one owner more for each block, and into the table. free: first look whether
 # every block has an owner; then one owner less for each, into the free list if that was the last; then empty the table.
+#
 # </details>
 
 # %% name="run-02-2" tags=["needs-your-code"]
@@ -244,15 +260,23 @@ check("02.3", can_admit)
 
 # %% [markdown] name="hints-02-3"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Blocks are given per chunk. So what counts at the door is the first chunk, and how many blocks it fills.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # One block of 4 is free and a prompt of 14 comes. There *is* a free block, but the first chunk needs four: the step would
 # fail in the middle. On the other hand, a prompt of 1,000 in chunks of 100 doesn't need 63 free blocks, only 7.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # The first chunk is the prompt or the largest chunk, whichever is smaller. Count its blocks, rounded up. Together with
 # the reserve they must not be more than what is free.
+#
 # </details>
 
 # %% name="run-02-3" tags=["needs-your-code"]

@@ -85,12 +85,14 @@ check("05.1", WholePrompts)
 #
 # Keep one number, the tokens that are left in this step. Whoever gets a chunk takes as many from it as the chunk has.
 # Decodes were promised a token, so they are served from it first.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Budget 10, three requests run, a prompt of 8 waits. If you compare the prompt with the budget, the step has 11
 # tokens. If you serve the prompt first, somebody who is reading gets nothing.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
@@ -98,6 +100,7 @@ check("05.1", WholePrompts)
 # left = the budget. For each that runs: if left isn't 0 and its block is there, a decode chunk, left minus 1. For each
 # that waits: how many tokens does it need? Stop if no seat is left; stop if they are more than left, unless the plan is
 # still empty; stop if allocate says no. Otherwise a prefill chunk, and take seat and tokens away.
+#
 # </details>
 
 # %% name="run-05-1" tags=["needs-your-code"]
@@ -162,18 +165,21 @@ check("05.2", longest_gaps)
 #
 # A gap belongs to one request. It lies between a token and the next token *of the same request*, whatever happened to
 # others, or to itself, between the two.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Ben gets tokens in steps 2 and 5, and nothing between. If you look at the length of the steps in which he got tokens,
 # you never see that he waited.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Remember for each name the time of its latest token. Walk through the steps; whoever gets a token and had one before has
 # a gap: keep it if it is the longest so far. Then this token is the latest.
+#
 # </details>
 
 # %% name="run-05-2" tags=["needs-your-code"]

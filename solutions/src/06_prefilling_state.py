@@ -65,18 +65,21 @@ check("06.1", advance)
 # <details><summary>Hint 1: the rule</summary>
 #
 # The counter says what is in the cache. After a chunk, that is everything up to the chunk's end, and nothing more.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # A request of 6 prompt and 4 generated tokens was preempted and computes them again in chunks of 6. After the first
 # chunk its prompt is complete. May it decode? Four of its tokens have no K/V.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Set the counter to the position behind the chunk. If the request was decoding, that's all. Otherwise compare the
 # counter with the tokens it knows: all of them there, it runs; else it is (or stays) in the middle.
+#
 # </details>
 
 # %% name="run-06-1" tags=["needs-your-code"]
@@ -170,12 +173,14 @@ check("06.2", Ends)
 #
 # Who leaves a state leaves its queue, and gives back what that state holds. Giving back nothing costs nothing: free() of
 # a request without blocks does no harm.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # A request with 12 cached tokens is preempted. Its blocks go to somebody else. If its counter still says 12, where will
 # its next chunk begin, and whose K/V will it read?
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
@@ -183,6 +188,7 @@ check("06.2", Ends)
 # finish: out of whichever queue holds it; FINISHED; the reason; free. preempt: out of its queue, to the front of the
 # waiting ones; WAITING; free; cached_token_count back to zero (prefilled_token_count is computed from it); one
 # preemption more.
+#
 # </details>
 
 # %% name="run-06-2" tags=["needs-your-code"]
@@ -254,18 +260,21 @@ check("06.3", one_step)
 # <details><summary>Hint 1: the rule</summary>
 #
 # A counter says what is in the cache, not what should get there soon. So it may move when the model has returned.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # The counter moves, then the model raises. The next step plans the *following* chunk. Who computes the one that failed?
 # And who gives back the block that it had taken?
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Plan. Try to run it; if anything is raised, roll back and let the error go on its way. Otherwise commit, and return what
 # the model returned.
+#
 # </details>
 
 # %% name="run-06-3" tags=["needs-your-code"]

@@ -91,12 +91,14 @@ check("07.1", build_batch)
 #
 # Two kinds of numbers meet here. What says *which token of the sequence* (position, slot, context) counts in the
 # sequence. What says *which row* (borders, rows to sample) counts in the flat batch.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Two requests, 3 tokens each, both with their last chunk. If you sample the last row of the batch twice, the first
 # request gets the second one's token, and with a single request you never notice.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
@@ -104,6 +106,7 @@ check("07.1", build_batch)
 # Start with empty lists and the border 0. For each chunk: its tokens, its positions from start to end, its slots; then the
 # length of the batch so far is the next border. If it is the chunk that reaches the last known token, the last row
 # just laid is one to sample.
+#
 # </details>
 
 # %% name="run-07-1" tags=["needs-your-code"]
@@ -188,18 +191,21 @@ check("07.2", run_prefill_chunk)
 #
 # A chunk is computed as if it had never been cut out. Everything about its tokens goes by their place in the whole
 # sequence; only its rows are counted from 0.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # The chunk with the tokens 4 to 8 of 10. Its first token has the position 4, and its context begins at token 0. Its
 # last row predicts token 9, which the user has written already.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Where does the chunk end, and is that the end of what is known? Fill in a Batch with one sequence: borders 0 and the
 # length; one row to sample, or none. Run it. Return its one row of logits, or None.
+#
 # </details>
 
 # %% name="run-07-2" tags=["needs-your-code"]

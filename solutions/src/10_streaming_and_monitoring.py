@@ -79,18 +79,26 @@ check("10.1", TextStream)
 
 # %% [markdown] name="hints-10-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A token's text isn't a property of the token. It depends on its neighbours. So decode a row of tokens, not one, and show what
 # the newest one added.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # You keep the tokens that were not shown yet, decode only those, and forget them once they gave whole characters. That is right
 # for emoji. Now the tokens are "Good" and " morning", and the tokenizer drops a space in front of a text: what does it make of
 # " morning" alone?
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Keep all tokens. On each push decode all of them. If the text ends in the middle of a character, show nothing. Else show what is
 # longer than the text shown so far, and remember the new length. At the end there is nothing to wait for: show the rest, broken or
 # not.
+#
 # </details>
 
 # %% name="run-10-1" tags=["needs-your-code"]
@@ -151,17 +159,25 @@ check("10.2", sample_token)
 
 # %% [markdown] name="hints-10-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Logits become probabilities by softmax, after they were divided by the temperature. A token is kept when the tokens before it, in
 # falling order, have not reached p yet.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Probabilities 0.9 and 0.1, p = 0.5. "Keep while the sum is below p" keeps nothing: the first sum is 0.9 already. And after a sort,
 # place 0 is the most likely token, not token 0.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Temperature 0 is a case of its own. Otherwise: softmax; sort, and keep the ids beside the values; for each place, the sum of all
 # places before it; set to zero where that sum has reached p; a random generator made from the seed and the number of tokens, both;
 # draw a place; look up whose id it is.
+#
 # </details>
 
 # %% name="run-10-2" tags=["needs-your-code"]
@@ -243,15 +259,23 @@ check("10.3", latencies)
 
 # %% [markdown] name="hints-10-3"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A user sees tokens, nothing else. A token is there when its step has ended. Everything is a difference of two moments: arrival and
 # first token, token and next token of the same request.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # You take the length of the steps as the gaps. A request is preempted for three steps: how long did its user wait?
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # First a list of moments per request: go through the steps, and append the end to the list of everyone who got a token. Then, per
 # request: the differences of neighbours; the first moment minus the arrival; None where a list is too short.
+#
 # </details>
 
 # %% name="run-10-3" tags=["needs-your-code"]

@@ -66,16 +66,24 @@ check("11.1", chunk_for_target)
 
 # %% [markdown] name="hints-11-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A promise about every step is a promise about the slowest one. Find out which step that is, count its work, and ask the cost model.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # You count the pairs of a chunk as if it were the first of the prompt. The first step is within the target, and so is the second. And
 # the last, of a prompt of 100,000 tokens?
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Tokens: the chunk's and one per stream. Rows: one per stream, and one for the prompt's first answer token. Pairs: each stream's
 # context, and those of a chunk that ends where the prompt ends. Context: all streams' and the whole prompt's. Then search: a larger
 # chunk never takes less time, so halve the range, or try one size after the other.
+#
 # </details>
 
 # %% name="run-11-1" tags=["needs-your-code"]
@@ -144,14 +152,22 @@ check("11.2", ShortestWithAgeing)
 
 # %% [markdown] name="hints-11-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Two groups, each with an order of its own. Which group a request is in depends on when it came, and on nothing that happened since.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Say age counts from the last chunk. The document gets old, gets one chunk, and is young again. Ten chunks take ten times max_age.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Go through both lists. Put each sequence into one of two lists of your own, by its age. Sort each by its own key. Return the old
 # ones, then the others. Ties: by arrival, so the young ones' key has two parts. (One call of sorted with a key that is a tuple does the same.)
+#
 # </details>
 
 # %% name="run-11-2" tags=["needs-your-code"]
