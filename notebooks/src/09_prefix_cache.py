@@ -80,9 +80,10 @@ with own_tokens_only, any_parent:
 # every mistake of this kind.
 #
 # ```text
-# Ana, then Ben:    h1 = hash(-, head)     h2 = hash(h1, Ana)      h3 = hash(h2, Ben)
-# Ben, then Ana:    h1 = hash(-, head)     h4 = hash(h1, Ben)      h5 = hash(h4, Ana)
-#                   the same block         other blocks            other blocks
+#           Ana, then Ben         Ben, then Ana
+# block 0   h1 = hash(-, head)    h1 = hash(-, head)    the same block
+# block 1   h2 = hash(h1, Ana)    h4 = hash(h1, Ben)    another block
+# block 2   h3 = hash(h2, Ben)    h5 = hash(h4, Ana)    another block
 # ```
 #
 # > **Predict, then run.** With the engine's own cache: how many tokens of the second prompt come from the cache? And

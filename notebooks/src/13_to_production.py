@@ -122,7 +122,10 @@ for field, why in config.to_vllm().differs.items():
 # terminal a server, in another the measurement:
 #
 # ```bash
-# vllm serve HuggingFaceTB/SmolLM2-135M-Instruct --max-num-batched-tokens 2048 --long-prefill-token-threshold 256
+# vllm serve HuggingFaceTB/SmolLM2-135M-Instruct \
+#     --max-num-batched-tokens 2048 \
+#     --long-prefill-token-threshold 256
+#
 # python -m course_lib bench --url http://127.0.0.1:8000
 # ```
 #

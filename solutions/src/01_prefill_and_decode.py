@@ -95,12 +95,12 @@ show(calls_map(panels), calls_map_alt(panels))
 #
 # ```text
 # prompt [7, 8], max_tokens=3
+#                                         in the cache afterwards
+#   model([7, 8], 0, cache)    says 21    positions 0 1
+#   model([21],   ?, cache)    says 5     positions 0 1 2
+#   model([5],    ?, cache)    says 9     positions 0 1 2 3
 #
-#   model([7, 8], 0, cache)     says 21      the cache now holds positions 0 1
-#   model([21],   ?, cache)     says 5                                     0 1 2
-#   model([5],    ?, cache)     says 9                                     0 1 2 3
-#
-# returned: [21, 5, 9]          4 tokens went through the model
+# returned: [21, 5, 9]         4 tokens went through the model
 # ```
 
 # %% name="your-01-2"

@@ -21,10 +21,15 @@ from course_lib.slots import blocks_needed
 # chunk of one): how many blocks must it be given first?
 #
 # ```text
-# block_size 4, 6 tokens cached, 2 blocks held            a chunk of 7 comes
+# block_size 4, 6 tokens cached, 2 blocks held
 #
-#   ■ ■ ■ ■   ■ ■ · ·                                     ■ ■ ■ ■   ■ ■ □ □   □ □ □ □   □ · · ·
-#   block 0   block 1                                     block 0   block 1   new       new
+#   ■ ■ ■ ■   ■ ■ · ·
+#   block 0   block 1
+#
+# a chunk of 7 comes
+#
+#   ■ ■ ■ ■   ■ ■ □ □   □ □ □ □   □ · · ·
+#   block 0   block 1   new       new
 # ```
 
 # %% name="your-02-1"
@@ -100,14 +105,15 @@ show(block_map(engine.trace, step=11, title="Your blocks, in step 11"), block_ma
 # when nobody holds it any more. A request is a `Sequence`; of it you need one thing, its list `block_table`.
 #
 # ```text
-# blocks of 4 tokens              block tables            reference counts     free list
+# 5 blocks of 4 tokens        block tables       reference   free list
+#                             Ana      Ben       counts
 #
-#                                 Ana []      Ben []      0 0 0 0 0            0 1 2 3 4
-# allocate(Ana, 6)      True      Ana [0, 1]              1 1 0 0 0            2 3 4
-# share(Ben, [0])                             Ben [0]     2 1 0 0 0            2 3 4
-# allocate(Ben, 8)      True                  Ben [0, 2]  2 1 1 0 0            3 4
-# allocate(Ana, 20)     False     Ana [0, 1]              2 1 1 0 0            3 4
-# free(Ana)                       Ana []                  1 0 1 0 0            3 4 1
+#                             []       []        0 0 0 0 0   0 1 2 3 4
+# allocate(Ana, 6)   True     [0, 1]   []        1 1 0 0 0   2 3 4
+# share(Ben, [0])             [0, 1]   [0]       2 1 0 0 0   2 3 4
+# allocate(Ben, 8)   True     [0, 1]   [0, 2]    2 1 1 0 0   3 4
+# allocate(Ana, 20)  False    [0, 1]   [0, 2]    2 1 1 0 0   3 4
+# free(Ana)                   []       [0, 2]    1 0 1 0 0   3 4 1
 # ```
 
 # %% name="your-02-2"
@@ -228,9 +234,13 @@ show(svg, block_map_alt(engine.trace, step=30))
 # ```text
 # blocks of 16, chunks of at most 256, 20 blocks free, reserve 2
 #
-#   prompt 1000, max_tokens 500     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
-#   prompt  300, max_tokens 500     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
-#   reserving everything would ask for 94 and 50 blocks, and both would wait
+#   prompt 1000, max_tokens 500
+#     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
+#   prompt 300, max_tokens 500
+#     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
+#
+#   reserving everything would ask for 94 and 50 blocks,
+#   and both would wait
 # ```
 #
 # What is let in early may have to be preempted later. The picture at the end shows what you win, and what you pay.

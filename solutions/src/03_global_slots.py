@@ -22,7 +22,8 @@ from course_lib.slots import slot_mapping as our_slot_mapping
 # pool: with blocks of 4, physical block 7 is slots 28 to 31.
 #
 # ```text
-# block_table [7, 2, 9], block_size 4, a chunk of 4 tokens that begins at token 6
+# block_table [7, 2, 9], block_size 4
+# a chunk of 4 tokens that begins at token 6
 #
 #   token of the sequence   0  1  2  3 |  4  5  6  7 |  8  9
 #   this chunk                                  ^  ^    ^  ^
@@ -106,10 +107,16 @@ assert output.token_ids == FakeRunner().solo(prompt, 4), "other tokens than in o
 #
 # ```text
 # block_size 4
-#   A has 6 tokens, its table is [5, 2]      slots 20 21 22 23 |  8  9 10 11
-#                                            token  0  1  2  3 |  4  5             token 5 is the newest: slot 9
-#   B has 1 token,  its table is [7]         slots 28 29 30 31
-#                                            token  0                              token 0 is the newest: slot 28
+#
+#   A has 6 tokens, its table is [5, 2]
+#     slot    20 21 22 23 |  8  9 10 11
+#     token    0  1  2  3 |  4  5
+#     token 5 is the newest: slot 9
+#
+#   B has 1 token, its table is [7]
+#     slot    28 29 30 31
+#     token    0
+#     token 0 is the newest: slot 28
 # ```
 
 # %% name="your-03-2"
@@ -182,13 +189,16 @@ assert output.token_ids == FakeRunner().solo([3, 1, 4, 1, 5, 9], 8), "other toke
 # no request has a token it is empty.
 #
 # ```text
-# block_size 4, block_tables {"Ana": [5, 2], "Ben": [7]}, cached {"Ana": 6, "Ben": 3}
+# block_size 4
+# block_tables {"Ana": [5, 2], "Ben": [7]}, cached {"Ana": 6, "Ben": 3}
 #
 #   slot   8  9 10 11 | 20 21 22 23 | 28 29 30 31
 #   Ana    4  5  .  . |  0  1  2  3 |
 #   Ben               |             |  0  1  2  .
 #
-#   who_owns(9, …) is [("Ana", 5)]      who_owns(10, …) is []      who_owns(0, …) is []
+#   who_owns(9, …)    is [("Ana", 5)]
+#   who_owns(10, …)   is []
+#   who_owns(0, …)    is []
 # ```
 
 # %% name="your-03-3"

@@ -23,11 +23,13 @@ from course_lib.model import attention
 # each token of the chunk, a column for each token up to the chunk's end, true where the row's token may look.
 #
 # ```text
-# start_pos 5, num_tokens 3           key    0 1 2 3 4   5 6 7
-#                                            cached      chunk
-#                           query    5       how many ones must this row have?
-#                           query    6
-#                           query    7       1 1 1 1 1   1 1 1
+# start_pos 5, num_tokens 3
+#
+#   key       0 1 2 3 4   5 6 7
+#             cached      chunk
+#   query 5   how many ones must this row have?
+#   query 6
+#   query 7   1 1 1 1 1   1 1 1
 # ```
 
 # %% name="your-04-1"
@@ -101,12 +103,18 @@ mask_map(mask, queries=[5, 6, 7], keys=range(8), owners=[0] * 5 + [1] * 3, names
 # the K/V of all their tokens, the new ones included, already lies in the pool, scattered over blocks.
 #
 # ```text
-# block_size 4                       A: context 6, its last 2 are queries     B: context 3, its last 1 is a query
-# query            A4 A5 | B2        query_start_loc [0, 2, 3]                context_lens [6, 3]
+# A: context 6, its last 2 tokens are queries
+# B: context 3, its last token is a query
+#
+# block_size 4
 # block_tables     A [2, 0]   B [3]
+# context_lens     [6, 3]
+# query            A4 A5 | B2
+# query_start_loc  [0, 2, 3]
 #
 # pool    block 0        block 1        block 2        block 3
-#         A4 A5  ?  ?    ?  ?  ?  ?     A0 A1 A2 A3    B0 B1 B2  ?          ?: anything, even NaN
+#         A4 A5  ?  ?     ?  ?  ?  ?    A0 A1 A2 A3    B0 B1 B2  ?
+#         ?: anything, even NaN
 #
 # A4 sees A0 … A4        A5 sees A0 … A5        B2 sees B0 … B2
 # ```
@@ -202,10 +210,15 @@ show(block_map(engine.trace, step=4, title=title), block_map_alt(engine.trace, s
 # and `weighted` up to date.
 #
 # ```text
-#             keys 0 … 15     16 … 31                         after each tile, for each row:
-# query 20    x x x x x x     x x x x x - - -                   largest    the largest score so far
-# query 21    x x x x x x     x x x x x x - -                   total      the sum of exp(score - largest)
-# query 22    x x x x x x     x x x x x x x -                   weighted   the sum of exp(score - largest) * value
+#             keys 0 … 15         16 … 31
+# query 20    xxxxxxxxxxxxxxxx    xxxxx-----------
+# query 21    xxxxxxxxxxxxxxxx    xxxxxx----------
+# query 22    xxxxxxxxxxxxxxxx    xxxxxxx---------
+#
+# after each tile, for each row:
+#   largest   the largest score so far
+#   total     the sum of exp(score - largest)
+#   weighted  the sum of exp(score - largest) * value
 # ```
 #
 # You need `tl.where`, `tl.maximum`, `tl.max(…, axis=1)`, `tl.sum(…, axis=1)`, `tl.exp` and `tl.dot(…, …,

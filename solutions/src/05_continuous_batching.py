@@ -18,11 +18,12 @@ from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 # the prompts that wait go in whole, in their order, as long as there are tokens, seats and blocks for them.
 #
 # ```text
-# budget 32 tokens, 8 seats                 left of the budget
-#   decode   Ana 1, Ben 1, Chen 1               32 → 29
-#   prefill  Dora's prompt, 20 tokens           29 →  9
-#   prefill  Emil's prompt, 12 tokens            9: doesn't fit, Emil waits
-#            Finn's prompt, 5 tokens             9: would fit, but nobody passes Emil
+# budget 32 tokens, 8 seats            left of the budget
+#   decode   Ana 1, Ben 1, Chen 1        32 → 29
+#   prefill  Dora's prompt, 20 tokens    29 →  9
+#   prefill  Emil's prompt, 12 tokens         9: doesn't fit, he waits
+#            Finn's prompt, 5 tokens          9: would fit, but nobody
+#                                                passes Emil
 # ```
 #
 # One exception, because without it somebody would wait for ever: a prompt that is longer than the *whole* budget goes
@@ -130,9 +131,13 @@ show(budget(engine.trace, by="step", title="your scheduler: tokens in every step
 # ```text
 # step       0     1     2     3     4     5
 # ends at   1.0   2.0   3.0   7.0   8.0   9.0  seconds
-# Ana        ●     ●     ●     ●     ●     ●      gaps 1 1 4 1 1 → 4.0
-# Ben              ●     ●                 ●      gaps 1 6       → 6.0  (preempted in steps 3 and 4)
-# Chen                               ●            one token      → None
+# Ana        ●     ●     ●     ●     ●     ●
+# Ben              ●     ●                 ●
+# Chen                               ●
+#
+# Ana:  gaps 1 1 4 1 1  → 4.0
+# Ben:  gaps 1 6        → 6.0    preempted in steps 3 and 4
+# Chen: one token       → None
 # ```
 
 # %% name="your-05-2"

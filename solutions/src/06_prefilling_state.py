@@ -27,12 +27,14 @@ from course_lib.sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
 # it afterwards.)
 #
 # ```text
-# prompt 10, chunks of 4           known   cached   state
-# before                             10        0    WAITING
-# chunk 0-3 is done                  10        4    PREFILLING
-# chunk 4-7 is done                  10        8    PREFILLING
-# chunk 8-9 is done                  10       10    RUNNING       … now the engine appends a token: 11 known
-# decode 10-10 is done               11       11    RUNNING       … and so on: 12 known
+# prompt 10, chunks of 4              known   cached   state
+# before                                10        0    WAITING
+# chunk 0-3 is done                     10        4    PREFILLING
+# chunk 4-7 is done                     10        8    PREFILLING
+# chunk 8-9 is done                     10       10    RUNNING
+#   now the engine appends a token      11       10    RUNNING
+# decode 10-10 is done                  11       11    RUNNING
+#   and so on: another token            12       11    RUNNING
 # ```
 
 # %% name="your-06-1"
@@ -224,10 +226,12 @@ show(state_machine(engine.trace), state_machine_alt(engine.trace))
 # had not begun, and the caller must hear of it.
 #
 # ```text
-# schedule()   takes blocks for the next chunk          prompt 10, 4 cached, 1 block  →  2 blocks
+# prompt 10                                            cached   blocks
+# before                                                  4        1
+# schedule()   takes blocks for the next chunk            4        2
 # forward()    raises: device out of memory
-# afterwards                                            4 cached, 1 block, and the same error for the caller
-# one_step()   again: the same chunk                    8 cached, 2 blocks
+# afterwards   the caller has the same error, and         4        1
+# one_step()   again: the same chunk                      8        2
 # ```
 
 # %% name="your-06-3"

@@ -27,14 +27,19 @@ tiny = load_model("tiny")  # brings transformers along, which takes a few second
 # what is whose: positions, slots, borders, and the rows that give a token.
 #
 # ```text
-# blocks of 4            Ana decodes       document, tokens 4-7 of 10       note, all of its 3 tokens
-#                        block table [6]   block table [2, 0]               block table [5]
-# row                      0                  1   2   3   4                   5   6   7
-# positions                2                  4   5   6   7                   0   1   2
-# slot_mapping            26                  0   1   2   3                  20  21  22
-# query_start_loc        0 |                1 |                             5 |           8
-# context_lens             3                    8                               3
-# sample_rows              ◆ 0                  (none: it isn't done)                   ◆ 7
+# blocks of 4
+#   Ana        decodes                   block table [6]
+#   document   tokens 4-7 of 10          block table [2, 0]
+#   note       all of its 3 tokens       block table [5]
+#
+#                   Ana   document          note
+# row                 0 |   1   2   3   4 |   5   6   7 |
+# positions           2 |   4   5   6   7 |   0   1   2 |
+# slot_mapping       26 |   0   1   2   3 |  20  21  22 |
+# query_start_loc     0     1                 5             8
+# context_lens        3     8                 3
+# sample_rows       ◆ 0                             ◆ 7
+#                         none of the document: it isn't done
 # ```
 
 # %% name="your-07-1"
@@ -144,10 +149,12 @@ print("five requests, in company, and each got the tokens that it would have got
 #
 # ```text
 # prompt of 10 tokens, blocks of 4, block table [3, 1, 2]
-# chunk           start_pos   positions   slots                 attends to   returns
-# tokens 0-3          0        0 … 3      12 13 14 15            4 tokens    None
-# tokens 4-8          4        4 … 8       4  5  6  7  8         9 tokens    None
-# token  9            9        9           9                    10 tokens    logits [vocab]
+#
+# tokens  start_pos  positions  slots           attends to  returns
+#  0-3        0       0 … 3     12 13 14 15      4 tokens   None
+#  4-8        4       4 … 8      4  5  6  7  8   9 tokens   None
+#   9         9       9          9              10 tokens   logits
+#                                                           [vocab]
 # ```
 
 # %% name="your-07-2"

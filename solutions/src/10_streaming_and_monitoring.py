@@ -24,14 +24,17 @@ from course_lib.workloads import simulate, stall
 # pieces together are what the tokenizer makes of all tokens together.
 #
 # ```text
-# token    what it is                            push returns
+# token    what it is                        push returns
 #
-#  28589   "中", a whole character               "中"
-#  10813   the first two bytes of a bird         ""            "�" would be wrong, and can't be taken back
-#    234   its third byte                        ""
-#    116   its last byte                         "🐦"
-#  10813   two bytes of another bird             ""
-#          here the answer is cut off            flush: "�"    nothing more will come: this is all there is
+#  28589   "中", a whole character           "中"
+#  10813   the first two bytes of a bird     ""
+#    234   its third byte                    ""
+#    116   its last byte                     "🐦"
+#  10813   two bytes of another bird         ""
+#          here the answer is cut off        flush: "�"
+#
+# "�" for the first two bytes would be wrong, and can't be taken back.
+# At the end it's right: nothing more will come, this is all there is.
 # ```
 #
 # A decoder writes `"\N{REPLACEMENT CHARACTER}"` (`"�"`) for bytes that are no whole character. Some never become one:
@@ -123,14 +126,18 @@ show(pieces(*row), pieces_alt(*row))
 # request's seed and on how many tokens it has, and on nothing else, so that a request gives the same answer in every batch.
 #
 # ```text
-# token           0      1      2      3          temperature 1, top_p 0.8
+# temperature 1, top_p 0.8
+#
+# token           0      1      2      3
 # probability    0.10   0.50   0.05   0.35
 #
 # most likely first:    token 1   token 3   token 0   token 2
 #                         0.50      0.35      0.10      0.05
 # added up                0.50      0.85      0.95      1.00
-# kept                    yes       yes       no        no        0.85 is the first sum that reaches 0.8
+# kept                    yes       yes       no        no
 # drawn                   59 %      41 %
+#
+# 0.85 is the first sum that reaches 0.8.
 # ```
 
 # %% name="your-10-2"
@@ -228,7 +235,8 @@ show_figure(figure, f"The first words of 64 answers with your sampler beside the
 #   computed of it  chunk   chunk   chunk   decode  decode  decode
 #   its user gets   -       -       token   token   token   token
 #
-# TTFT  3.0 - 0.5 = 2.5 s     gaps  0.2  0.2  1.0     median 0.2 s     longest 1.0 s
+# TTFT  3.0 - 0.5 = 2.5 s
+# gaps  0.2  0.2  1.0: median 0.2 s, longest 1.0 s
 # ```
 #
 # `trace.requests[name].arrival_time` says when a request came. `trace.steps` are the steps in order; a step has an `end`, in

@@ -24,13 +24,18 @@ from course_lib.workloads import simulate, stall
 # a step takes. All steps with a full chunk hold the same number of tokens, but they aren't equally long:
 #
 # ```text
-# a prompt of 1,000 tokens in chunks of 250, each token attends to all before it and to itself
+# a prompt of 1,000 tokens in chunks of 250;
+# each token attends to all before it and to itself
 #
-#   chunk      tokens     (query, key) pairs: pairs_of(num_tokens, context_len)
+#   chunk      tokens     (query, key) pairs:
+#                         pairs_of(num_tokens, context_len)
 #    0- 249      250        31,375
 #  250- 499      250        93,875
 #  500- 749      250       156,375
-#  750- 999      250       218,875   the same tokens, seven times the pairs, and the first token is sampled
+#  750- 999      250       218,875
+#
+# The last has as many tokens as the first, and seven times the pairs;
+# and with it the first token is sampled.
 # ```
 #
 # (If the size doesn't divide the prompt, the last chunk is shorter. You may count as if it were full and ended at the prompt's end.)
@@ -108,13 +113,16 @@ show(timeline(trace, title=f"chunks of {size}"), alt_text(trace))
 # document for long, and a document never waits for ever.
 #
 # ```text
-# step 100, max_age=64                            left    came in step    age
-#   doc       PREFILLING, 2000 of 8000 cached     6000        30           70
-#   essay     WAITING                              900        34           66
-#   question  WAITING                               40        99            1
-#   note      WAITING                              200        97            3
+# step 100, max_age=64
+#                                                came in
+#                                         left      step   age
+#   doc       PREFILLING, 2000 of 8000    6000        30    70
+#   essay     WAITING                      900        34    66
+#   question  WAITING                       40        99     1
+#   note      WAITING                      200        97     3
 #
-# order: doc, essay (old, by arrival), then question, note (young, by what is left)
+# order: doc, essay        the old ones, by arrival
+#        question, note    the young ones, by what is left
 # ```
 #
 # A sequence has `remaining_token_count` (tokens without K/V), `arrival_step`, `arrival` (its place in the order of arrival) and
