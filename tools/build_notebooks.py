@@ -151,14 +151,15 @@ def images_without_alt(text):
 
 def wide_lines(text):
     """The lines inside ``` fences of Markdown that would wrap, as sentences."""
-    inside = [line for fence in re.findall(r"^[ \t]*```.*?^[ \t]*```", text, re.DOTALL | re.MULTILINE) for line in fence.splitlines()]
+    fences = re.findall(r"^[ \t]*```.*?(?:^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE)
     return [f"a line of {len(line)} characters in a fenced block, the limit is {FENCE_WIDTH}: {line.strip()[:40]}"
-            for line in inside if len(line) > FENCE_WIDTH]
+            for fence in fences for line in fence.splitlines() if len(line) > FENCE_WIDTH]
 
 
 def unrendered_folds(text):
-    """The folds (<details>) whose Markdown, or the text behind them, JupyterLab would take for HTML, as sentences."""
-    return [f"no blank line after {tag}: what follows isn't rendered" for tag in re.findall(r"(</summary>|</details>)(?!\s*\Z|[ \t]*\n[ \t]*\n)", text)]
+    """The tags of folds (<details>) behind which JupyterLab wouldn't render Markdown, as sentences."""
+    tags_alone = re.findall(r"(</summary>|</details>)(?!\s*\Z|[ \t]*\n[ \t]*\n)", text)
+    return [f"no blank line after {tag}: what follows isn't rendered" for tag in tags_alone]
 
 
 def cell_problems(cell):

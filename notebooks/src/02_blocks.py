@@ -42,7 +42,7 @@ print(f"{sum(lengths) / len(lengths):.0f} tokens on average")
 print(f"with 1,024 tokens reserved for each, {POOL} / 1024 = {POOL // 1024} requests fit at a time")
 
 # %% [markdown]
-# Eight at a time, and each of them uses about a third of what it holds.
+# Eight at a time, and each of them uses less than a third of what it holds.
 #
 # Now cut the memory into **blocks** of 16 tokens, 512 of them, and give a request one block whenever its last one is full.
 #
@@ -132,7 +132,7 @@ for _ in range(20):
 show(block_map(engine.trace, title="40 blocks of 16 tokens, after 50 steps"), block_map_alt(engine.trace))
 
 # %% [markdown]
-# Each cell is a block; a white end is a place where no token is yet. Only the last block of a request has one.
+# Each cell is a block; a pale end is a place where no token is yet. Only the last block of a request has one.
 #
 # What keeps a request together is its **block table**: a list that says, for its first 16 tokens, for the next 16, and so
 # on, *which block of the pool* they are in. The number of a block in that list is its **logical** number, the one in
@@ -145,7 +145,7 @@ print(f"Ana has {state.cached_token_count} tokens in the cache, in {len(state.bl
 print("logical   tokens        physical")
 for logical, physical in enumerate(state.block_table):
     last = min(16 * logical + 15, state.cached_token_count - 1)
-    print(f"{logical:7}   {16 * logical:3} to {last:3}{physical:11}")
+    print(f"{logical:7}   {16 * logical:3} to {last:3}{physical:12}")
 free = engine.block_manager.free_blocks()
 print(f"\nEmil's blocks: {engine.snapshot()['Emil'].block_table}")
 print(f"free, in the order in which they will be handed out: {free}")

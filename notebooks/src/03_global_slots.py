@@ -419,3 +419,5 @@ assert answers[None] == answers[1000]
 #    a block of its own.
 #
 #    </details>
+#
+# **Lesson 04** reads back what was written here: attention that follows the block table, and the mask that a chunk needs.

@@ -228,9 +228,9 @@ print("sums of the rows:", [round(x, 1) for x in weights.sum(dim=1).tolist()])
 #
 # ## Slots that nobody may read
 #
-# The last block has room for 12 tokens, the request has 10. Slots 10 and 11 still hold 1014 and 1015, from a request
-# that ended long ago. Suppose that attention reads whole blocks, all 12 slots, because that is simpler and faster, and
-# masks the two: their position is larger than any query's.
+# The three blocks have room for 12 tokens, the request has 10. The last two slots of block 3, slots 14 and 15, still hold
+# 1014 and 1015, from a request that ended long ago. Suppose that attention reads whole blocks, all 12 slots, because that
+# is simpler and faster, and masks the two: their position is larger than any query's.
 #
 # > **Predict, then run.** The weights of the two stale slots are exactly 0. What comes out if the stale slots hold
 # > 1014 and 1015? And if they hold NaN?
@@ -289,7 +289,7 @@ def whole_blocks_backend(query, layer, paged, scaling):
 attention.BACKENDS["whole_blocks"] = whole_blocks_backend
 for label, name in (("reference", "reference"), ("torch_paged", "torch_paged"), ("the fastest here", fastest),
                     ("whole blocks, then a mask", "whole_blocks")):  # fmt: skip
-    print(f"{label:26}{run_poisoned(name)}")
+    print(f"{label + ':':27}{run_poisoned(name)}")
 
 # %% [markdown]
 # Three answers are untouched by the NaN. The fourth request ends with an error: the zero weight didn't help, and the engine
@@ -477,6 +477,11 @@ else:
     print("There is no Triton on this system (it has packages for Linux alone): the kernel can be read here, not run.")
 
 # %% [markdown]
+# ## Your turn
+#
+# [Exercise 04](../exercises/04_paged_attention.ipynb): the mask of a chunk; paged attention for a flat batch; and the
+# missing lines of a Triton kernel. Your attention then runs SmolLM2 inside the engine.
+#
 # ## What production does
 #
 # - **vLLM**: the Triton backend's `kernel_unified_attention` in `vllm/v1/attention/ops/triton_unified_attention.py` is the
@@ -487,11 +492,6 @@ else:
 #   `BatchDecodeWithPagedKVCacheWrapper` decodes. "Prefill" there means: queries that extend a cached context.
 # - Papers: PagedAttention (Kwon et al., SOSP 2023), FlashAttention (Dao et al., 2022), and Flash-Decoding (2023), which cuts
 #   the keys of *one* long decode into parts. In our kernel that is the argument `NUM_SPLITS`.
-#
-# ## Your turn
-#
-# [Exercise 04](../exercises/04_paged_attention.ipynb): the mask of a chunk; paged attention for a flat batch; and the
-# missing lines of a Triton kernel. Your attention then runs SmolLM2 inside the engine.
 #
 # ## Three questions
 #
@@ -525,3 +525,6 @@ else:
 #    need the weight 0. And because one code path for decodes and chunks is half as much to get wrong.
 #
 #    </details>
+#
+# **Lesson 05** asks who takes part in the next step. Its scheduler decides again after each one, and meets a prompt that it
+# can't cut.

@@ -371,7 +371,10 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 # > **A request is what its cache holds: count a token only when its K/V is written, and give back the blocks whatever
 # > state it ends in.**
 #
-# Both halves are yours to write: [exercise 06](../exercises/06_prefilling_state.ipynb).
+# ## Your turn
+#
+# [Exercise 06](../exercises/06_prefilling_state.ipynb): write what moves after a forward pass, how a request ends in any
+# state, and in which order a step happens. All three run inside the engine's queues and blocks.
 #
 # ## What production does
 #
@@ -415,3 +418,5 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 #    vLLM does. The state is that comparison with a name on it, and a table of what may follow.
 #
 #    </details>
+#
+# **Lesson 07** computes the chunk: what the model must be told about a piece of a prompt, and which row gives a token.

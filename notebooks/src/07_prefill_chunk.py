@@ -76,9 +76,10 @@ print(f"You said: {my_guess}")
 # *difference* of two positions: how far back is that word? With restarted positions those distances are false:
 
 # %% name="distances"
-print("token   looks at token   true distance   distance in chunks of 64 that restart")
+print("                                         distance in chunks")
+print("token   looks at token   true distance   of 64 that restart")
 for token, earlier in ((20, 10), (70, 60), (100, 63)):
-    print(f"{token:5}{earlier:17}{token - earlier:16}{token % 64 - earlier % 64:20}")
+    print(f"{token:5}{earlier:17}{token - earlier:16}{token % 64 - earlier % 64:21}")
 
 # %% [markdown]
 # Token 70 looks for the word 10 places back, and the arithmetic says that it lies 54 places in the *future*.
@@ -334,7 +335,10 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 # > **A chunk is computed as if it had never been cut out, with positions, slots and context by its place in the whole
 # > sequence, and only the last row of the last chunk gives a token.**
 #
-# Now lay out the batch, and run a chunk: [exercise 07](../exercises/07_prefill_chunk.ipynb).
+# ## Your turn
+#
+# [Exercise 07](../exercises/07_prefill_chunk.ipynb): lay out a step as one flat batch, and run one chunk of one request.
+# Both compute in the real engine.
 #
 # ## What production does
 #
@@ -374,3 +378,5 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #    others, or a second request in the batch: slots by local index, rounding, borders, sampled rows.
 #
 #    </details>
+#
+# **Lesson 08** decides how long a chunk is, and who gets it: a scheduler that spends three budgets.

@@ -198,8 +198,9 @@ for name, length in {"Ana": 9, "Ben": 12, "Chen": 7, "Dora": 6}.items():
     engine.add_request([len(name)] * length, SamplingParams(max_tokens=10), request_id=name)
 while engine.has_unfinished_requests():
     engine.step()
+print("longest gap, in ticks; a tick is one step")
 for name, gap in longest_gaps(engine.trace).items():
-    print(f"{name:>5}: longest gap {gap:.0f} ticks, a tick being one step")
+    print(f"{name:>5}: {gap:2.0f}")
 show(timeline(engine.trace, by="step", title="who was preempted, and for how long"), alt_text(engine.trace))
 
 # %% name="run-05-2-real" tags=["needs-your-code", "nbval-ignore-output"]

@@ -301,7 +301,7 @@ while len(request.generated_token_ids) < 4:
         note = str(failure)
     cached, known = request.cached_token_count, request.known_token_count
     cells = "■" * cached + "□" * (known - cached)
-    print(f"call {runner.num_calls - 1}: {request.status.name:<10} {cells:<14} {len(request.block_table)} blocks   {note}")
+    print(f"call {runner.num_calls - 1}: {request.status.name:<10} {cells:<14} blocks: {len(request.block_table)}   {note}")
 
 expected = FakeRunner().solo(list(range(100, 110)), 4)
 assert request.generated_token_ids == expected, f"got {request.generated_token_ids}; without failures it's {expected}"

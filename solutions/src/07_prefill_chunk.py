@@ -154,7 +154,8 @@ print("five requests, in company, and each got the tokens that it would have got
 #  0-3        0       0 … 3     12 13 14 15      4 tokens   None
 #  4-8        4       4 … 8      4  5  6  7  8   9 tokens   None
 #   9         9       9          9              10 tokens   logits
-#                                                           [vocab]
+#
+# logits: those of token 9, a row [vocab]
 # ```
 
 # %% name="your-07-2"
