@@ -85,7 +85,7 @@ for name, run in (("1,024 in one piece", one_piece), ("blocks of 16", blocks)):
 print(f"\nYou said {my_guess_at_once}.")
 
 # %% [markdown]
-# More than `8192 / 294 = 28` can be there at once, because not all of them are at their end: a request that has just
+# More than `8192 / 294`, about 28, can be there at once, because not all of them are at their end: a request that has just
 # begun holds its prompt, and nothing for an answer that isn't written yet.
 #
 # The last column is the point. In one piece, most of the memory that is "in use" holds nothing. With blocks, what is
@@ -285,7 +285,7 @@ show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=tit
 # %% [markdown]
 # Above, the document takes 63 blocks for its first 128 tokens. What it holds and doesn't use yet is denied to chats that would
 # have used it at once: one of them is turned away at the door, another one loses its blocks in the middle.
-# Below, the chats get what is free, and the document goes on while it can. Then *it* waits, part-filled, until the
+# Below, the chats get what is free, and the document goes on while it can. Then *it* waits, half-filled, until the
 # chats are done. That is its 18: seven chunks in seven steps, which fill 56 blocks; six chats hold 21 by then, so 3 are free,
 # and the last chunk needs 7. It waits for ten steps, till the chats end, and is computed in the next.
 #
@@ -412,7 +412,7 @@ print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {
 #
 #    <details><summary>Answer</summary>
 #
-#    Each needs 38 blocks. If both are prefilled in turns, both get stuck part-filled, at 32 blocks each: neither can go on,
+#    Each needs 38 blocks. If both are prefilled in turns, both get stuck half-filled, at 32 blocks each: neither can go on,
 #    neither gives anything back. Somebody has to notice and preempt one of them. Up front, the second isn't
 #    admitted before the first is done. Finishing one prefill before beginning the next avoids it nearly as well.
 #

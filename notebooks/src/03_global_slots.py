@@ -160,8 +160,8 @@ new.picture(follow=6, title="Slots by the place in the sequence: chunk 1 goes on
 #
 # ## Chunk 1000, block 16
 #
-# With sizes from practice: blocks of 16, chunks of 1,000. A thousand isn't a multiple of 16, so every chunk border but
-# a few falls inside a block.
+# With sizes from practice: blocks of 16, chunks of 1,000. A thousand isn't a multiple of 16, so chunk borders fall inside
+# blocks.
 #
 # > **Predict, then run.** A prompt of 2,500 tokens. How many tokens of chunk 1 belong into the block that chunk 0 left
 # > half filled? (And chunk 2: will it be the same number again?)

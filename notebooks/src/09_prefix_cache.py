@@ -191,8 +191,8 @@ for length, guess in my_guess_lengths.items():
     first, second = (engine.generate([tokens(1, length)], SamplingParams(max_tokens=3))[0] for _ in range(2))
     chunk = [step.chunks[0] for step in engine.trace.steps if step.chunks[0].request == "r1"][0]
     print(
-        f"{length} tokens: {second.num_cached_tokens} from the cache, from position {chunk.start_pos} on computed: "
-        f"{chunk.num_tokens}.  You said {guess}."
+        f"{length} tokens: {second.num_cached_tokens} from the cache, {chunk.num_tokens} computed, "
+        f"from position {chunk.start_pos} on.  You said {guess}."
     )
     assert first.token_ids == second.token_ids
 

@@ -300,7 +300,7 @@ result.worst("rush")
 
 # %% [markdown]
 # That request wasn't long: 499 tokens. It got a chunk, and then there was always somebody newer, for eight seconds. It holds its
-# blocks all the while. Goodput doesn't see it, since it is lost after half a second anyway, and so is the mean. That's why
+# blocks all the while. Goodput doesn't see it, since it is lost after half a second anyway, and the median TTFT doesn't see it either. That's why
 # the arena counts who got nothing, and shows fairness (Jain's index of the slowdowns: 1 if all are slowed down alike).
 
 # %% name="bars"
