@@ -18,9 +18,9 @@ from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 # the prompts that wait go in whole, in their order, as long as there are tokens, seats and blocks for them.
 #
 # ```text
-# budget 32 tokens, 8 seats            left of the budget
-#   decode   Ana 1, Ben 1, Chen 1        32 → 29
-#   prefill  Dora's prompt, 20 tokens    29 →  9
+# budget 32 tokens, 8 seats             left of the budget
+#   decode   Ana 1, Ben 1, Chen 1       32 → 29
+#   prefill  Dora's prompt, 20 tokens   29 →  9
 #   prefill  Emil's prompt, 12 tokens         9: doesn't fit, he waits
 #            Finn's prompt, 5 tokens          9: would fit, but nobody
 #                                                passes Emil
