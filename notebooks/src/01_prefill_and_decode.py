@@ -407,30 +407,36 @@ print(f"\nkept in the KV cache: {kept:,} bytes per token, {kept * 8192 / 1e9:.1f
 #
 # ## Three questions
 #
-# **1.** BERT has no causal mask: every token sees the whole text. Could you keep its keys and values when a token is
-# appended?
+# 1. BERT has no causal mask: every token sees the whole text. Could you keep its keys and values when a token is
+#    appended?
 #
-# <details><summary>Answer</summary>
-# Those of the first layer, yes: they come from the token itself. But the first layer's outputs change for every
-# token, since all of them see the new one, and so do all keys and values from the second layer on. The causal mask is
-# what makes the cache possible.
-# </details>
+#    <details><summary>Answer</summary>
 #
-# **2.** You stop a chat after 24 tokens. How many tokens have keys and values in the cache: 36 + 24 or 36 + 23?
+#    Those of the first layer, yes: they come from the token itself. But the first layer's outputs change for every
+#    token, since all of them see the new one, and so do all keys and values from the second layer on. The causal mask is
+#    what makes the cache possible.
 #
-# <details><summary>Answer</summary>
-# 36 + 23. The last token came out of the last call and never went into one. To continue the chat you
-# would send it first, together with whatever the user writes next: a piece of several tokens, as in a prefill.
-# </details>
+#    </details>
 #
-# **3.** A decode step of one request waits for memory. Somebody offers you a chip with twice the arithmetic and the same
-# memory. Who notices?
+# 2. You stop a chat after 24 tokens. How many tokens have keys and values in the cache: 36 + 24 or 36 + 23?
 #
-# <details><summary>Answer</summary>
-# Prefill does: up to twice the tokens per second, so long prompts get their first token sooner. A single stream
-# doesn't get its tokens any faster. A server notices once it decodes so many requests together that the pass has
-# reached the knee.
-# </details>
+#    <details><summary>Answer</summary>
+#
+#    36 + 23. The last token came out of the last call and never went into one. To continue the chat you
+#    would send it first, together with whatever the user writes next: a piece of several tokens, as in a prefill.
+#
+#    </details>
+#
+# 3. A decode step of one request waits for memory. Somebody offers you a chip with twice the arithmetic and the same
+#    memory. Who notices?
+#
+#    <details><summary>Answer</summary>
+#
+#    Prefill does: up to twice the tokens per second, so long prompts get their first token sooner. A single stream
+#    doesn't get its tokens any faster. A server notices once it decodes so many requests together that the pass has
+#    reached the knee.
+#
+#    </details>
 #
 # **Lesson 02** asks where all those bytes go, when forty people share the memory and nobody knows how long their
 # answers will be.
