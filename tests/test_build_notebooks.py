@@ -41,7 +41,7 @@ json.loads("{", object_hook=lambda pairs: pairs)
 import os, uuid
 from IPython.display import display
 view = {"model_id": uuid.uuid4().hex, "version_major": 2, "version_minor": 0}
-display({"application/vnd.jupyter.widget-view+json": view, "text/plain": "slider at 3"}, raw=True)
+display({"application/vnd.jupyter.widget-view+json": view, "text/plain": "slider at 3", "text/html": "<b>3</b>"}, raw=True)
 
 # %%
 print(os.path.basename(os.getcwd()))

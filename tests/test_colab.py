@@ -68,7 +68,7 @@ def test_every_link_of_a_copy_is_an_address_and_its_file_is_there(copies):
     for file in out.rglob("*.ipynb"):
         for cell in nbformat.read(file, as_version=4).cells:
             if cell.cell_type == "markdown":
-                seen |= set(re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", cell.source, flags=re.S)))
+                seen |= set(re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", cell.source, flags=re.DOTALL)))
     colab, github = "https://colab.research.google.com/github/OWNER/REPO/blob/colab/", "https://github.com/OWNER/REPO/blob/HEAD/"
     assert any(link.startswith(colab) for link in seen) and any(link.startswith(github) for link in seen)
     for link in seen:

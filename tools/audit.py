@@ -211,7 +211,8 @@ def known_vulnerabilities(root: Path = ROOT, run=subprocess.run) -> tuple[list[s
     except ValueError:
         return [], f"pip-audit could not ask its service: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
     unknown = [package["name"] for package in packages if "skip_reason" in package]
-    left_out = f"pip-audit's service knows nothing of {len(unknown)} of {len(packages)} packages: {', '.join(unknown)}" if unknown else ""
+    count = f"{len(unknown)} of {len(packages)}"
+    left_out = f"pip-audit's service knows nothing of {count} packages: {', '.join(unknown)}" if unknown else ""
     return [f"{package['name']} {package['version']}: {found['id']}, fixed in {', '.join(found['fix_versions']) or 'no version yet'}"
             for package in packages for found in package.get("vulns", [])], left_out  # fmt: skip
 

@@ -132,7 +132,10 @@ def build() -> None:
     }), "utf-8")  # fmt: skip
     (WORK / "jupyter-lite.json").write_text('{"jupyter-lite-schema-version": 0, "jupyter-config-data": {"exposeAppInBrowser": true}}', "utf-8")
     shutil.rmtree(OUT, ignore_errors=True)
-    run(python, "-m", "jupyterlite_core", "build", "--force")
+    (WORK / ".jupyterlite.doit.db").unlink(missing_ok=True)  # what it remembers of the last build: it would leave out steps
+    run(python, "-m", "jupyterlite_core", "build")
+    if '"pyodideUrl": "./static/pyodide/' not in (OUT / "jupyter-lite.json").read_text("utf-8"):
+        raise CannotBuild("JupyterLite didn't take Pyodide in: its pages would ask another host")
 
 
 def main() -> int:
