@@ -169,7 +169,7 @@ def row(rung, index, stall, rate=10.0, cut=None):
     return {"rung": rung, "round": index, "stall_s": stall, "output_tokens_per_second": rate, "cut": cut}
 
 
-def test_an_effect_is_clear_only_if_all_rounds_agree_and_it_is_more_than_5_percent():
+def test_an_effect_is_clear_only_if_all_rounds_agree_and_it_is_more_than_10_percent():
     cases = {
         "better": [(1.0, 0.5), (2.0, 1.5)],
         "worse": [(1.0, 1.2), (1.0, 1.1)],
@@ -179,9 +179,9 @@ def test_an_effect_is_clear_only_if_all_rounds_agree_and_it_is_more_than_5_perce
         runs = [row(name, i, stall) for i, pair in enumerate(pairs) for name, stall in zip("AB", pair, strict=True)]
         (stall,) = [each for each in effects(runs, ["A", "B"]) if each["measure"] == "longest gap"]
         assert stall["verdict"] == verdict, pairs
-    runs = [row("A", 0, 1.0, rate=10), row("B", 0, 0.97, rate=12)]
+    runs = [row("A", 0, 1.0, rate=10), row("B", 0, 0.93, rate=12)]
     found = {each["measure"]: each for each in effects(runs, ["A", "B"])}
-    assert found["longest gap"]["verdict"] == "no clear change"  # 3 %
+    assert found["longest gap"]["verdict"] == "no clear change"  # 7 %
     assert found["output tokens/s"]["verdict"] == "better" and found["output tokens/s"]["ratio"] == 1.2  # more is better
 
 

@@ -15,7 +15,7 @@ from ..metrics import Summary, of_requests
 from ..trace import Trace
 from ..workloads import Request
 
-CLEAR = 0.05  # a change of less than 5 % is none
+CLEAR = 0.1  # a change of less than 10 % is none: single rounds differ by about as much
 
 # What rungs are compared by: name -> (path in a run's numbers, True where more is better).
 COMPARED = {
@@ -121,7 +121,7 @@ def values_of(runs: list[dict], rung: str, path: tuple[str, ...]) -> list[float]
 def effects(runs: list[dict], names: list[str]) -> list[dict]:
     """What each rung changes against the one before, by every measure: the ratio of both within a round.
 
-    "better" or "worse" where every round says so, and the median ratio by at least 5 %; else "no clear change".
+    "better" or "worse" where every round says so, and the median ratio by at least 10 %; else "no clear change".
     bound: the rung before was cut, its times to first token are lower bounds, and the ratio is at most this: enough to
     see that something got better, else "not known".
     """

@@ -178,7 +178,8 @@ assert hits == {0} and longest < chunk
 
 # %% [markdown]
 # Where small differences remain all the same, they come from *when* requests meet in a step, and next time they will be others. That is what
-# rounds are for: a change that one round shows and another doesn't is not a change.
+# rounds are for: a change that one round shows and another doesn't is not a change. (The last rung also has a smaller budget of tokens for a
+# step. If several short prompts come at the same moment, that can spread them over two steps, though none is cut.)
 #
 # The same rung, other traffic. Questions about shared documents:
 
