@@ -136,6 +136,12 @@ def test_tokens_that_come_together_are_one_step():
     assert [(step.start, step.end) for step in trace.steps] == [(0.0, 1.001), (1.001, 2.0), (2.0, 2.5)]
 
 
+def test_a_step_whose_tokens_come_one_after_another_is_one_step():
+    """Of three tokens each follows the one before by 1.5 ms: also the last belongs to the step."""
+    streams = {name: ClientStream(name, 3, 1, events=[(1.0 + late, 1)]) for name, late in (("Ana", 0.0), ("Ben", 0.0015), ("Chen", 0.003))}
+    assert [list(step.tokens) for step in client_trace(streams).steps] == [["Ana", "Ben", "Chen"]]
+
+
 def test_a_server_that_knows_no_extra_fields_is_asked_without_them(serve):
     streams = run_workload(Endpoint(serve(strict=True)), WORKLOAD)
     assert all(stream.token_ids is None and stream.num_tokens == stream.max_tokens for stream in streams.values())
@@ -211,14 +217,14 @@ def test_the_typical_run_has_the_median_gap():
 
 def test_the_servers_get_the_flags_that_the_configuration_prints(tmp_path):
     """A program in vLLM's place says what it was called with, and ends: its last words are the error."""
-    fake = tmp_path / "vllm"
+    fake = tmp_path / "python"
     fake.write_text(f"#!{sys.executable}\nimport sys\nprint(*sys.argv[1:])\n")
     fake.chmod(0o755)
     for config in vllm_server.configs().values():
         flags = " ".join(config.to_vllm().args)
-        with vllm_server.Server(fake, "folder", config, 1) as server, pytest.raises(EndpointError, match="vllm serve ended") as error:
+        with vllm_server.Server(fake, "folder", config, 1) as server, pytest.raises(EndpointError, match="server ended") as error:
             server.endpoint()
-        assert f"serve folder {flags} --dtype float32" in str(error.value)
+        assert f"--model folder {flags} --dtype float32" in str(error.value)
 
 
 def test_the_two_configurations_differ_in_the_prefill_alone():

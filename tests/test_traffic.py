@@ -71,8 +71,12 @@ def test_a_whole_prompt_has_a_budget_that_it_fits_in(azure):
 
 
 def test_prefill_first_never_mixes(azure):
-    trace = Setting(*CHIP, chunk=None, prefill_first=True).serve(read_azure(azure), 6000)
-    assert all(len({chunk.kind for chunk in step.chunks}) == 1 for step in trace.steps)
+    busy = traffic.at_rate(read_azure(azure), 20.0)
+    alone, mixed = (
+        [len({chunk.kind for chunk in step.chunks}) for step in Setting(*CHIP, chunk=None, prefill_first=first).serve(busy, 6000).steps]
+        for first in (True, False)
+    )
+    assert max(alone) == 1 and max(mixed) == 2
 
 
 @pytest.mark.parametrize("limit", [0.07, 1.0, 3.0, 11.3, 127.9])

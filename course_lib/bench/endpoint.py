@@ -22,7 +22,7 @@ from ..trace import ChunkRecord, RequestRecord, StepRecord, Trace
 from . import machine
 
 TIMEOUT = 600.0  # seconds without a byte
-SAME_STEP = 0.002  # seconds: tokens of different requests that come within it were sampled in one step, most likely
+SAME_STEP = 0.002  # seconds: tokens of different requests that follow within it were sampled in one step, most likely
 
 
 class EndpointError(Exception):
@@ -194,8 +194,8 @@ def run_workload(endpoint: Endpoint, workload: demo.Workload, clock=time.perf_co
 def client_trace(streams: dict[str, ClientStream]) -> Trace:
     """What the clients saw as a trace: a step ends when tokens come, and a prompt counts to the step of its first token.
 
-    When the server really computed a prompt can't be seen from outside. Tokens of different requests that
-    come within SAME_STEP seconds are one step.
+    When the server really computed a prompt can't be seen from outside. Tokens of different requests of which
+    each comes within SAME_STEP seconds of the one before are one step.
     """
     trace = Trace({"policy": "seen from the client"})
     for stream in streams.values():
@@ -206,7 +206,7 @@ def client_trace(streams: dict[str, ClientStream]) -> Trace:
     groups: list[list[tuple[float, str]]] = []
     for when, name, count in events:
         for _ in range(count):  # several tokens in one message: several steps at one time
-            if not groups or when - groups[-1][0][0] > SAME_STEP or any(name == other for _, other in groups[-1]):
+            if not groups or when - groups[-1][-1][0] > SAME_STEP or any(name == other for _, other in groups[-1]):
                 groups.append([])
             groups[-1].append((when, name))
     for index, group in enumerate(groups):

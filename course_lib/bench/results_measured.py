@@ -222,6 +222,7 @@ The demo's workload on vLLM's own server ({content['vllm']}, its CPU build), see
     svg = file.replace(".json", ".svg")
     drawn = compare(*traces, titles=tuple(f"vLLM, {title}, seen from the clients" for title in titles))
     command = f"python -m course_lib bench endpoint --rounds {content['rounds']} --threads {content['threads']}"
+    text += "\nWhen a server computed a prompt can't be seen from outside: in the picture it counts to the step of its first token.\n"
     text += f"\n{picture(svg, 'Timelines of both servers, as their clients saw them')}\n\n{origin(file, content, command)}\n"
     return text, ((svg, drawn),)
 

