@@ -76,8 +76,8 @@ def _at_scale(each: dict) -> str:
     return f"\n*Simulated*: {each['model']} on {each['chip']}, {each['running']} streams, then a prompt of {each['prompt_tokens']:,} tokens:\n\n{table(head, rows)}\n"
 
 
-# Ours must be this many times as fast as a contender: vLLM's CPU build by a fifth, each of the others at all.
-FASTER_THAN = {"vllm_cpu": 1.2}
+# What the project asks of itself: ours this many times as fast as a contender.
+FASTER_THAN = {"vllm_cpu": 1.2, "transformers_generate_batch": 2.5}
 
 
 def throughput(file: str, content: dict) -> Section:
@@ -90,9 +90,10 @@ def throughput(file: str, content: dict) -> Section:
         for who, values in rates.items():
             cells = ["", "", ""]
             if who != OURS:
-                ratio, target = median(a / b for a, b in zip(rates[OURS], values, strict=True)), FASTER_THAN.get(who, 1.0)
+                ratio, target = median(a / b for a, b in zip(rates[OURS], values, strict=True)), FASTER_THAN.get(who)
+                goal = f"{target:.1f} ×: {verdict(ratio >= target)}" if target else ""
                 differ = workload["differences"][who]
-                cells = [ratios(values, rates[OURS]) + " ×", f"{target:.1f} ×: {verdict(ratio >= target)}"]
+                cells = [ratios(values, rates[OURS]) + " ×", goal]
                 cells.append(f"{differ['requests']} of {workload['prompts']}" + (f" (logits {differ['largest_logit_gap']:.0e} apart)" if differ["requests"] else ""))
             rows.append([f"{who} ({content['contenders'][who]})", spread(values, ".0f"), *cells])
         low, high = workload["prompt_tokens"]
@@ -100,7 +101,7 @@ def throughput(file: str, content: dict) -> Section:
         text += f"""
 **{name}**: {workload['prompts']} prompts of {low} to {high:,} tokens, {workload['new_tokens']} new each, SmolLM2 in float32, greedy. Rounds: {rounds}, in turns.
 
-{table(["", "total tokens/s", "ours is", "at least", "requests with other tokens"], rows)}
+{table(["", "total tokens/s", "ours is", "target: at least", "requests with other tokens"], rows)}
 """
         chart = [Bar(who, median(values), f"{median(values):.0f} tokens/s", min(values), max(values)) for who, values in rates.items()]
         svg = f"throughput_{name}.svg"
