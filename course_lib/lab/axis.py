@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import inf
 
 from .story import Run, Story, round_steps, round_times
-from .svg import PAD, Svg, box, text_width
+from .svg import GAP, LEAST_PITCH, PAD, Svg, box, text_width
 
 WAYS = ("time", "step")
+TICK = 2  # width of a token's mark, by time
 MAX_TICKS = 15_000  # with more tokens than this, bars stand for them
 
 
@@ -15,7 +17,7 @@ class Axis:
     """Seconds -> pixels between left and right; by step, every step is equally wide.
 
     starts, ends   where each step lies
-    cells          the same, with a gap to the next where there is room for one
+    cells          the same, with a gap to the next where there is room for one: by step, for all or none
     marks          where a step's tokens are drawn: by time at their arrival, which is the end of
                    the step; by step over the whole step
     has_ticks      by time, there is room for a tick per token
@@ -31,19 +33,25 @@ class Axis:
         self.ends = [self._at(t) for t in story.ends] if by == "time" else [self._at(i + 1) for i in places]
         widths = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
         typical = sorted(widths)[len(widths) // 2] if widths else 0
-        least = 3 if typical > 4 else max(3, 2 * typical + 1)  # among narrow steps, only a wide one is set apart
+        self.has_gaps = by == "step" and min(widths, default=0) >= LEAST_PITCH
+        least = self._least_apart(typical)
         self.cells = [
-            (start, end - 1 if width > least else max(end, start + 1))
+            (start, end - GAP if width >= least else max(end, start + 1))
             for start, end, width in zip(self.starts, self.ends, widths, strict=True)
         ]
-        self.marks = self.cells if by == "step" else [(end - 2, end) for end in self.ends]
+        self.marks = self.cells if by == "step" else [(end - TICK, end) for end in self.ends]
         num_tokens = sum(decode for decode, _ in story.used)
-        self.has_ticks = by == "time" and typical >= 3 and num_tokens <= MAX_TICKS
-        self.has_gaps = by == "step" and typical > 4
+        self.has_ticks = by == "time" and typical >= LEAST_PITCH and num_tokens <= MAX_TICKS
         self.join = 1 if by == "step" else 2 * typical + 3
         self._stamps: dict[int, list[str]] = {}
         self._rests: dict[tuple[Run, int], str] = {}
         self._breaks: dict[int, list[int]] = {}
+
+    def _least_apart(self, typical: int) -> float:
+        """The width from which on a step has a gap to the next. Among narrow steps, only one that is much wider."""
+        if self.by == "step":
+            return 0 if self.has_gaps else inf
+        return LEAST_PITCH - 1 if typical >= LEAST_PITCH else max(LEAST_PITCH, 2 * typical + 2)
 
     def _at(self, units: float) -> int:
         return self.left + int(units * self._scale + 0.5)
@@ -86,9 +94,13 @@ class Axis:
         """Per step: the move from the mark before, and the mark."""
         if self.has_ticks:
             pairs = zip([0, *self.ends], self.ends, strict=False)
-            return [f"m{after - before}-{height}v{height}" for before, after in pairs]
+            return [_tick(after - before, height) for before, after in pairs]
         pairs = zip([(0, 0), *self.marks], self.marks, strict=False)
         return [f"m{left - before} 0h{right - left}v{height}h-{right - left}z" for (before, _), (left, right) in pairs]
+
+    def is_tick(self, bar: Run) -> bool:
+        """By time: is this interval of pixels a single mark?"""
+        return self.by == "time" and bar[1] - bar[0] == TICK
 
     def bars(self, runs: list[Run], join: int) -> list[Run]:
         """Runs of tokens as intervals of pixels, marks less than `join` apart become one."""
@@ -102,6 +114,12 @@ class Axis:
                 first = place
             pieces.append((marks[first][0], marks[last][1]))
         return joined(pieces, join)
+
+
+def _tick(pitch: int, height: int) -> str:
+    """A tick `pitch` behind the one before. The gap between them is filled where it would be too narrow."""
+    between = f"m{TICK}-{height}v{height}" if 0 < pitch - TICK < GAP else ""
+    return f"{between}m{pitch - TICK if between else pitch}-{height}v{height}"
 
 
 def joined(intervals, join: int) -> list[tuple[int, int]]:

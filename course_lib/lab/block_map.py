@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..config import check_int
 from ..trace import Trace
 from .story import joined_lines, plural
-from .svg import OWNERS, PAD, Area, Svg, areas, box, short, text_width, wrapped
+from .svg import GAP, OWNERS, PAD, Area, Svg, areas, box, short, text_width, wrapped
 
 PITCHES = (40, 32, 28, 24, 20, 16, 14, 12, 10, 8)  # pixels from cell to cell
 ROOM = 440  # for the height of all cells
@@ -186,23 +186,23 @@ def _draw_cells(svg: Svg, pool: Pool, grid: _Grid, rows: list[list[_Cell]], top:
         for first, end, owner in _runs(row):
             kind = f"own{colours[owner]}" if owner else "free"
             shapes[kind].append(box(left + first * pitch, left + end * pitch, y, pitch))
-        shapes["cellgrid"].append(box(left, left + len(row) * pitch, y + pitch - 1, 1))
+        shapes["cellgrid"].append(box(left, left + len(row) * pitch, y + pitch - GAP, GAP))
         for column, cell in enumerate(row):
             x = left + column * pitch
             if cell.tokens < pool.block_size and cell.owner:
-                shapes["part"].append(box(x + max(1, cell.tokens * (pitch - 1) // pool.block_size), x + pitch, y, pitch))
+                shapes["part"].append(box(x + max(1, cell.tokens * (pitch - GAP) // pool.block_size), x + pitch, y, pitch))
             if cell.is_cached and not cell.owner:
-                shapes["kept"].append(f"M{x} {y + pitch - 1}l{pitch - 1}-{pitch - 1}")
+                shapes["kept"].append(f"M{x} {y + pitch - GAP}l{pitch - GAP}-{pitch - GAP}")
             if cell.num_owners > 1:
-                shapes["shared"].append(f"M{x + pitch - 1 - 2 * mark} {y}h{2 * mark}v{2 * mark}z")
+                shapes["shared"].append(f"M{x + pitch - GAP - 2 * mark} {y}h{2 * mark}v{2 * mark}z")
             if cell.is_written:
                 height = max(2, pitch // 8)
-                shapes["write"].append(box(x, x + pitch - 1, y + pitch - 1 - height, height))
+                shapes["write"].append(box(x, x + pitch - GAP, y + pitch - GAP - height, height))
     full, rest = divmod(grid.count, grid.columns)
     for column in range(1, grid.columns + 1):
         height = (full + (column <= rest)) * pitch
         if height:
-            shapes["cellgrid"].append(box(left + column * pitch - 1, left + column * pitch, top, height))
+            shapes["cellgrid"].append(box(left + column * pitch - GAP, left + column * pitch, top, height))
     for kind, subpaths in shapes.items():
         svg.path(kind, subpaths)
     every = max(1, -(-14 // pitch))

@@ -13,17 +13,17 @@ from itertools import groupby
 from math import inf
 
 from ..trace import Trace
-from .axis import Axis, check_way, draw_axis, joined
+from .axis import TICK, Axis, check_way, draw_axis, joined
 from .budget import draw_budget
 from .story import Life, Story, describe, grouped, headline, read, round_up, seconds
-from .svg import PAD, Area, Svg, areas, box, cross, diamond, hatch, short, text_width, triangle
+from .svg import GAP, LEAST_PITCH, PAD, Area, Svg, areas, box, cross, diamond, hatch, short, text_width, triangle
 
 # ---- where it goes: seconds and requests -> pixels ------------------------------------------------
 
 TALL, LOW = 28, 3  # from row to row, at most and at least
 ROOM, ROOM_OF_TWO = 480, 200  # for the rows of a picture; of each panel when two are compared
 READABLE = 13  # a bar that can hold text
-HATCHED = 8  # a bar that can hold a hatch
+HATCHED = 8  # a bar that can hold a hatch or an outline
 VISIBLE = 12  # a gap that the eye takes for one
 BUDGET_HEIGHT = 52
 COLUMN = 84  # of the two columns of numbers at the right
@@ -36,6 +36,7 @@ class _Row:
     life: Life
     top: int
     bar: int
+    has_gap: bool  # to the row below
 
     @property
     def middle(self) -> int:
@@ -48,7 +49,8 @@ def _make_rows(story: Story, lives: list[Life], top: int, room: int) -> list[_Ro
     rows = []
     for life in lives:
         height = max(pitch, 18) if life.prompt_tokens > story.long_prompt else pitch
-        rows.append(_Row(life, top, height - max(1, height // 5)))
+        gap = max(GAP, height // 5) if height >= LEAST_PITCH else 0
+        rows.append(_Row(life, top, height - gap, gap > 0))
         top += height
     return rows
 
@@ -115,7 +117,7 @@ def _stalls(panel: _Panel, life: Life) -> list[tuple[int, int]]:
 # ---- how it looks: pixels -> SVG ------------------------------------------------------------------
 
 # From the back to the front.
-KINDS = ("stall", "stream", "wait", "prefill", "hatch", "decode", "tick", "end", "first", "preempt", "cancel")
+KINDS = ("stall", "stream", "queue", "wait", "prefill", "hatch", "decode", "tick", "end", "first", "preempt", "cancel")
 LEGEND = {
     "decode": "decode: one token",
     "prefill": "prefill chunk",
@@ -135,11 +137,14 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
     for row in panel.rows:
         life, top, bar = row.life, row.top, row.bar
         radius = max(2, min(5, bar // 3))
-        touching = 1 if bar >= READABLE else 2  # in a low row, neighbours become one
+        touching = 1 if bar >= READABLE else GAP + 1  # in a low row, neighbours become one
         shapes["stall"] += [box(*stall, top, bar) for stall in _stalls(panel, life)]
         waits = joined(((axis.px(start), axis.px(end) - 1) for start, end, _ in life.waits), touching)
-        shapes["wait"] += [box(*run, top, bar - 1) for run in waits]
-        if life.tokens and bar > 3:
+        if bar >= HATCHED:
+            shapes["wait"] += [box(*run, top, bar - 1) for run in waits]
+        else:  # outlines of low rows would be stripes
+            shapes["queue"] += [box(left, right + 1, top, bar) for left, right in waits]
+        if life.tokens and row.has_gap:
             line = (axis.ends[life.tokens[0][0]], axis.ends[life.tokens[-1][1]])
             shapes["stream"] += [box(*piece, row.middle, 1) for piece in _without(line, waits)]
         chunks = [axis.cells[place] for place, _, _ in life.prefills]
@@ -151,7 +156,7 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
             shapes["decode"] += [axis.stamped(run, top + inset, bar - 2 * inset) for run in life.decodes]
         elif not axis.has_ticks:
             bars = axis.bars(life.decodes, max(axis.join, touching))
-            shapes["decode"] += [box(*run, top + inset, bar - 2 * inset) for run in bars]
+            shapes["decode"] += [box(*run, top + inset, bar - 2 * inset) for run in bars if not axis.is_tick(run)]
         if life.tokens:
             shapes["first"].append(diamond(axis.ends[life.tokens[0][0]], row.middle, radius))
         shapes["preempt"] += [triangle(axis.starts[place], row.middle, max(3, radius)) for place in life.preempted]
@@ -165,22 +170,31 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
 
 
 def _ticks(panel: _Panel) -> dict[str, list[str]]:
-    """Dash pattern -> a stroke per token. Neighbours whose tokens come in the same steps share theirs, dashed: a crowd stays small."""
+    """Dash pattern -> a stroke per token; among bars, per token that stands alone.
+
+    Neighbours whose tokens come in the same steps share theirs, dashed: a crowd stays small.
+    """
+    axis = panel.axis
     strokes: dict[str, list[str]] = {}
     for _, group in groupby(panel.rows, key=lambda row: (row.life.decodes, row.bar)):
         rows = list(group)
         life, top, bar = rows[0].life, rows[0].top, rows[0].bar
         inset = _inset(bar)
         height = bar - 2 * inset
-        dash = f"{height} {rows[1].top - top - height}" if len(rows) > 1 else ""
+        gap = rows[1].top - top - height if len(rows) > 1 else 0
+        dash = f"{height} {gap}" if gap else ""
         whole = rows[-1].top - top + height
-        strokes.setdefault(dash, []).extend(panel.axis.stamped(run, top + inset, whole) for run in life.decodes)
+        if axis.has_ticks:
+            drawn = [axis.stamped(run, top + inset, whole) for run in life.decodes]
+        else:
+            drawn = [f"M{run[1] - TICK // 2} {top + inset}v{whole}" for run in axis.bars(life.decodes, axis.join) if axis.is_tick(run)]
+        strokes.setdefault(dash, []).extend(drawn)
     return strokes
 
 
 def _inset(bar: int) -> int:
     """How much lower than the bar a token is, above and below."""
-    return max(1, bar // 5) if bar > 3 else 0
+    return max(1, bar // 5) if bar > LEAST_PITCH else 0
 
 
 def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
@@ -191,7 +205,7 @@ def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
         _draw_headline(svg, panel.top + 33, story)
     axis = panel.axis
     draw_axis(svg, axis, panel.rows[0].top if panel.rows else panel.budget_top, panel.bottom)
-    ticks = _ticks(panel) if axis.has_ticks else {}
+    ticks = _ticks(panel) if axis.by == "time" else {}
     for kind, subpaths in shapes.items():
         for dash, strokes in ticks.items() if kind == "tick" else [("", subpaths)]:
             svg.path(kind, strokes, dash)
@@ -321,15 +335,19 @@ def _draw_stall(svg: Svg, panel: _Panel) -> None:
     svg.text(middle, y - 10, text, "warn m b")
 
 
-def _draw_legend(svg: Svg, words: dict[str, str], stories: list[Story], y: int) -> int:
+def _draw_legend(svg: Svg, kinds: set[str], stories: list[Story], y: int) -> int:
     """One entry per kind that is there, wrapped to the width; returns the bottom."""
     x = PAD
-    for kind, text in words.items():
+    reasons = sorted({reason for story in stories for reason in story.reasons})
+    for kind, text in LEGEND.items():
+        if kind not in kinds and not (kind == "wait" and "queue" in kinds):
+            continue
         if kind == "wait":
-            reasons = sorted({reason for story in stories for reason in story.reasons})
-            text = ": ".join([text, ", ".join(reasons[:3]) + (" …" if len(reasons) > 3 else "")][: 1 + bool(reasons)])
+            text += f": {', '.join(reasons)}" if reasons else ""
         if x > PAD and x + 22 + text_width(text) > svg.width - PAD:
             x, y = PAD, y + 18
+        if kind == "wait" and "queue" in kinds:
+            svg.path("queue", [box(x, x + 16, y, 10)])
         if kind == "prefill":
             svg.path(kind, [box(x, x + 16, y, 10)])
             kind = "hatch"
@@ -379,7 +397,7 @@ def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: in
     body = Svg(width)
     panels = _layout(stories, titles, by, width, room or (ROOM if len(stories) == 1 else ROOM_OF_TWO))
     kinds = set().union(*(_draw_panel(body, panel) for panel in panels))
-    y = _draw_legend(svg, {kind: words for kind, words in LEGEND.items() if kind in kinds}, stories, y) + 10
+    y = _draw_legend(svg, kinds, stories, y) + 10
     svg.parts += [f'<g transform="translate(0 {y})">', *body.parts, "</g>"]
     height = y + panels[-1].bottom + 34
     return Drawing(svg.page(height, title or "Timeline", desc), width, height, panels, y)
