@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from course_lib.lab import alt_text, compare, show, timeline, timeline_text
+from course_lib.lab import alt_text, budget, budget_alt, compare, compare_alt, show, timeline, timeline_text
 from course_lib.lab.story import read, round_times, seconds
 from course_lib.metrics import metrics
 from course_lib.trace import ChunkRecord, RequestRecord, StepRecord, Trace
@@ -256,8 +256,7 @@ def test_the_stall_says_what_the_metrics_say():
     trace = stall()
     expected = seconds(metrics(trace).stall)
     assert expected == "4.6 s"
-    for by in WAYS:
-        assert f"3 streams: no token for {expected}" in texts(timeline(trace, by=by))
+    assert f"3 streams: no token for {expected}" in texts(timeline(trace))
     assert subpaths(timeline(trace), "stall") == 3  # each stream's gap is shaded
     assert f"no token for {expected}" in timeline_text(trace)
 
@@ -272,7 +271,45 @@ def test_an_even_stream_has_no_stall():
     for num_tokens in (16, *[1] * 9):
         r.step({"a": num_tokens}, took=1.0)
     assert not any("no token" in text for text in texts(timeline(r.trace)))
-    assert alt_text(r.trace).endswith("1 s: every stream flows.")
+    assert alt_text(r.trace).endswith("1 step: every stream flows.")
+
+
+def in_seconds(text):
+    return re.search(r"\d [mµ]?s\b", text)
+
+
+def test_by_step_everything_is_counted_in_steps():
+    trace = everything()
+    assert "new: no token for 8 steps" in texts(timeline(trace, by="step"))
+    assert "The longest gap between two tokens is 8 steps: new was preempted." in alt_text(trace, by="step")
+    both = compare_alt(trace, stall(), by="step")
+    assert "over 18 steps: " in both
+    for said in (alt_text(trace, by="step"), both, timeline_text(trace, by="step"), *texts(timeline(trace, by="step")),
+                 *texts(compare(trace, stall(), by="step")), *texts(budget(trace, by="step"))):  # fmt: skip
+        assert not in_seconds(said), said
+    assert all(in_seconds(said) for said in (alt_text(trace), timeline_text(trace), " ".join(texts(timeline(trace)))))
+
+
+def test_by_step_a_long_step_is_no_stall():
+    assert not any("no token" in text for text in texts(timeline(stall(), by="step")))
+
+
+def test_a_clock_that_counts_steps_is_said_to():
+    """FakeRunner's: a step takes 1 s, and there are no seconds."""
+    r = Recorder()
+    r.arrive("a", "b")
+    r.step({"a": 16, "b": 16}, took=1)
+    r.step({"a": 1, "b": 1}, took=1)
+    for _ in range(6):
+        r.step({"b": 1}, took=1)
+    r.step({"a": 1, "b": 1}, took=1)
+    for by in WAYS:
+        found = texts(timeline(r.trace, by=by))
+        assert "a: no token for 7 steps" in found and "2 requests · 9 steps · longest gap between two tokens 7 steps" in found
+        assert not any(map(in_seconds, found))
+    assert not in_seconds(alt_text(r.trace) + timeline_text(r.trace) + budget_alt(r.trace))
+    r.trace.steps[-1].end += 0.5
+    assert "a: no token for 7.5 s" in texts(timeline(r.trace))
 
 
 def test_first_token_and_longest_gap_stand_beside_each_request():

@@ -1,4 +1,4 @@
-"""The axis under a picture: steps and moments -> pixels."""
+"""The axis under a picture: the moments of a story -> pixels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TICKS = 15_000  # with more tokens than this, bars stand for them
 
 
 class Axis:
-    """Seconds -> pixels between left and right; by step, every step is equally wide.
+    """The times of a story, which was read by time or by step, -> pixels between left and right.
 
     starts, ends   where each step lies
     cells          the same, with a gap to the next where there is room for one: by step, for all or none
@@ -28,9 +28,8 @@ class Axis:
     def __init__(self, story: Story, by: str, left: int, right: int, span: float) -> None:
         self.story, self.by, self.left, self.right, self.span = story, by, left, right, span
         self._scale = (right - left) / span if span else 0.0
-        places = range(len(story.ends))
-        self.starts = [self._at(t) for t in (story.starts if by == "time" else places)]
-        self.ends = [self._at(t) for t in story.ends] if by == "time" else [self._at(i + 1) for i in places]
+        self.starts = [self.px(t) for t in story.starts]
+        self.ends = [self.px(t) for t in story.ends]
         widths = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
         typical = sorted(widths)[len(widths) // 2] if widths else 0
         self.has_gaps = by == "step" and min(widths, default=0) >= LEAST_PITCH
@@ -53,25 +52,19 @@ class Axis:
             return 0 if self.has_gaps else inf
         return LEAST_PITCH - 1 if typical >= LEAST_PITCH else max(LEAST_PITCH, 2 * typical + 2)
 
-    def _at(self, units: float) -> int:
-        return self.left + int(units * self._scale + 0.5)
-
     def px(self, t: float) -> int:
         """The pixel of a moment."""
-        if self.by == "time":
-            return self._at(t)
-        starts, ends = self.story.starts, self.story.ends
-        place = bisect_right(starts, t) - 1
-        if place < 0:
-            return self.left
-        length = ends[place] - starts[place]
-        return self._at(place + (min(1.0, (t - starts[place]) / length) if length else 1))
+        return self.left + int(t * self._scale + 0.5)
+
+    @property
+    def name(self) -> str:
+        return "step" if self.by == "step" else "time" if self.story.unit == "s" else "steps"
 
     def ticks(self) -> list[tuple[int, str]]:
         """(pixel, label) at round times, or at round step numbers."""
         room = (self.right - self.left) // 72
         if self.by == "time":
-            return [(self._at(t), label) for t, label in round_times(self.span, room)]
+            return [(self.px(t), label) for t, label in round_times(self.span, room, self.story.unit)]
         steps = round_steps(self.story.numbers, room)
         return [((self.starts[place] + self.ends[place]) // 2, label) for place, label in steps]
 
@@ -148,4 +141,4 @@ def draw_axis(svg: Svg, axis: Axis, top: int, bottom: int) -> None:
     for x, label in ticks:
         half = text_width(label) // 2
         svg.text(max(axis.left - 6 + half, min(axis.right + PAD - half, x)), bottom + 18, label, "mute m")
-    svg.text(axis.left - 10, bottom + 18, axis.by, "mute e")
+    svg.text(axis.left - 10, bottom + 18, axis.name, "mute e")

@@ -15,7 +15,7 @@ from math import inf
 from ..trace import Trace
 from .axis import TICK, Axis, check_way, draw_axis, joined
 from .budget import draw_budget
-from .story import Life, Story, describe, grouped, headline, read, round_up, seconds
+from .story import Life, Story, describe, grouped, headline, read, round_up
 from .svg import GAP, LEAST_PITCH, PAD, Area, Svg, areas, box, cross, diamond, hatch, short, text_width, triangle
 
 # ---- where it goes: seconds and requests -> pixels ------------------------------------------------
@@ -65,7 +65,7 @@ class _Panel:
     top: int
     rows: list[_Row]
     budget_top: int
-    stall: float  # gaps of at least this many seconds count as a stall
+    stall: float  # gaps of at least this count as a stall, in the story's unit
     table: bool  # numbers at the right of each row
 
     @property
@@ -77,10 +77,10 @@ def _layout(stories: list[Story], titles: list[str], by: str, width: int, room: 
     """The panels, one above the other, on one common axis."""
     lives = [grouped(story, room // LOW) for story in stories]
     labels = [life.label for panel in lives for life in panel]
-    left = PAD + min(max((text_width(label) for label in [*labels, by]), default=0), 130) + 10
+    left = PAD + min(max((text_width(label) for label in [*labels, "steps"]), default=0), 130) + 10
     has_table = width >= 640 and all(len(story.lives) * (READABLE + 3) <= room for story in stories)
     right = width - PAD - (2 * COLUMN if has_table else 0)
-    span = max((len(s.ends) if by == "step" else s.duration) for s in stories)
+    span = max(story.duration for story in stories)
     worst = max((story.stalled.stall for story in stories if story.stalled), default=0.0) or inf
     stall = max(worst / 2, 3 * max(story.typical_gap for story in stories))
     panels, top = [], 0
@@ -268,10 +268,10 @@ def _draw_bar_texts(svg: Svg, axis: Axis, row: _Row) -> None:
 def _draw_numbers(svg: Svg, panel: _Panel, row: _Row) -> None:
     life, right = row.life, panel.axis.right
     if life.ttft is not None:
-        svg.text(right + COLUMN, row.middle + 4, seconds(life.ttft), "ink e")
+        svg.text(right + COLUMN, row.middle + 4, panel.story.say(life.ttft), "ink e")
     if life.num_tokens > 1:
         is_stall = life.stall >= panel.stall
-        svg.text(right + 2 * COLUMN, row.middle + 4, seconds(life.stall), "warn e b" if is_stall else "ink e")
+        svg.text(right + 2 * COLUMN, row.middle + 4, panel.story.say(life.stall), "warn e b" if is_stall else "ink e")
 
 
 def _text_in_bar(svg: Svg, left: int, right: int, row: _Row, text: str, classes: str) -> None:
@@ -328,7 +328,7 @@ def _draw_stall(svg: Svg, panel: _Panel) -> None:
     least = life.stall * 9 / 10
     also = sum(any(a < after and b > before for a, b in story.long_gaps(other, least)) for other in story.lives)
     who = f"{also} streams" if also > 1 else short(life.label, 130)
-    text = f"{who}: no token for {seconds(life.stall)}"
+    text = f"{who}: no token for {story.say(life.stall)}"
     half = text_width(text, 12) // 2
     middle = max(PAD + half, min(axis.right - half, (left + right) // 2))
     svg.path("brace", [f"M{left} {y}v-5H{right}v5"])
@@ -382,6 +382,7 @@ def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: in
          desc: str = "", room: int | None = None) -> Drawing:  # fmt: skip
     """A title, the legend, and a panel per story; a story that is alone needs no title of its own.
 
+    by: the way the stories were read.
     room: pixels for the rows of a panel, however many there are.
     """
     if width < 320:
@@ -412,20 +413,23 @@ def timeline(trace: Trace, *, by: str = "time", width: int = 960, title: str | N
     width   pixels; the height follows from the number of requests
     labels  request -> what to call it
     """
-    story = read(trace, labels)
+    check_way(by)
+    story = read(trace, labels, by)
     return draw([story], [""], by=by, width=width, title=title or "", desc=describe(story)).svg
 
 
 def compare(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), by: str = "time", width: int = 960,
             title: str | None = None, labels: dict[str, str] | None = None) -> str:  # fmt: skip
     """The same requests under two settings, one above the other, on the same axis."""
-    stories = [read(a, labels), read(b, labels)]
+    check_way(by)
+    stories = [read(a, labels, by), read(b, labels, by)]
     return draw(stories, list(titles), by=by, width=width, title=title or "", desc=describe_two(stories, titles)).svg
 
 
-def compare_alt(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), labels: dict[str, str] | None = None) -> str:
+def compare_alt(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), by: str = "time",
+                labels: dict[str, str] | None = None) -> str:  # fmt: skip
     """What `compare` shows, in words."""
-    return describe_two([read(a, labels), read(b, labels)], titles)
+    return describe_two([read(a, labels, by), read(b, labels, by)], titles)
 
 
 def describe_two(stories: list[Story], titles) -> str:
