@@ -168,7 +168,7 @@ def text_boxes(svg):
         dy += int(move[1]) if move else 0
         if element.tag == f"{SVG}text":
             classes = element.get("class").split()
-            size = 15 if "lm-h" in classes else 9 if "lm-s" in classes else 11
+            size = 15 if "lm-h" in classes else 13 if "lm-l" in classes else 9 if "lm-s" in classes else 11
             width = len(element.text) * size * 0.6
             left = int(element.get("x")) - (width if "lm-e" in classes else width / 2 if "lm-m" in classes else 0)
             bottom = int(element.get("y")) + dy

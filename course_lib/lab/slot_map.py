@@ -124,7 +124,7 @@ def _draw_tokens(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
         if begin > first:
             svg.path("write", [box(left - 2, left, y - 4, top - y + CELL + 8)])
     for token in range(first, last + 1):
-        svg.text(at.x(token) + at.pitch // 2, top + 17, str(token), "on m" + (" s" if at.pitch < 30 else ""))
+        svg.text(at.x(token) + (at.pitch - GAP) // 2, top + 17, str(token), _letters(str(token), at.pitch - GAP))
     if follow is not None and first <= follow <= last:
         svg.path("cancel", [_outline(at.x(follow) - 1, top - 1, at.pitch, CELL + 1)])
     y = top + CELL + 6
@@ -165,7 +165,7 @@ def _draw_blocks(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
             if slot in memory.rewritten:
                 svg.path("write", [f"M{x + pitch - GAP - 9} {cell_y}h9v9z"])
             if token is not None:
-                svg.text(x + pitch // 2, cell_y + 17, str(token), "on m" + (" s" if pitch < 30 else ""))
+                svg.text(x + (pitch - GAP) // 2, cell_y + 17, str(token), _letters(str(token), pitch - GAP))
             elif slot in memory.empty:
                 svg.path("wait", [hatch(x, x + pitch - GAP, cell_y, CELL)])
             if follow is not None and token == follow:
@@ -173,6 +173,11 @@ def _draw_blocks(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
             bottom = max(bottom, cell_y + CELL)
         svg.text(middle, bottom + 14, f"slots {block * size} … {(block + 1) * size - 1}", "mute m")
     return bottom + 26
+
+
+def _letters(number: str, room: int) -> str:
+    """Classes of a number in a cell: as large as there is room for."""
+    return "on m" + (" l" if text_width(number, 13) <= room else "" if text_width(number) <= room else " s")
 
 
 def _runs(tokens, key):

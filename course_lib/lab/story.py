@@ -37,6 +37,7 @@ class Life:
     end: float | None = None
     is_cut: bool = False  # ended before its time: cancelled, or by an error
     size: int = 1  # requests
+    first: str = ""  # of several, what the first is called
 
     @property
     def num_tokens(self) -> int:
@@ -277,6 +278,7 @@ def merged(lives: list[Life]) -> Life:
         preempted=sorted(place for life in lives for place in life.preempted),
         tokens=worst.tokens, stall=worst.stall, ttft=worst.ttft,
         end=None if None in ends else max(ends), is_cut=all(life.is_cut for life in lives), size=len(lives),
+        first=lives[0].label,
     )  # fmt: skip
 
 

@@ -41,7 +41,8 @@ STYLE = {
     "kept": ("stroke", "#8a8a8a", "#8a8a8a"),
     "cellgrid": ("fill", "#fff", "#111"),
     "write": ("fill", "#222", "#fff"),
-    "part": ("fill", "#fff", "#c4c4c4"),
+    "part": ("fill", "#d0d0d0", "#d0d0d0"),
+    "mesh": ("stroke", "#222", "#111"),
     "shared": ("fill", "#222", "#111"),
     "queue": ("fill", "#bdbdbd", "#585858"),
 }
@@ -61,7 +62,7 @@ def css() -> str:
         only = "fill:none;stroke-width:1;" if what == "stroke" else ""
         rules.append(f".lm-{name}{{{only}{what}:{light};{what}:light-dark({light},{dark})}}")
     rules.append(",".join(f".lm-{kind}" for kind in CRISP) + "{shape-rendering:crispEdges;vector-effect:non-scaling-stroke}")
-    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-limit{stroke-dasharray:5 3}.lm-s{font-size:9px}")
+    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-limit{stroke-dasharray:5 3}.lm-s{font-size:9px}.lm-l{font-size:13px}")
     rules.append(".lm-first,.lm-preempt,.lm-halo{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
     rules.append(".lm-halo{stroke-width:4}")
     return "".join(rules)
@@ -173,7 +174,7 @@ class Svg:
             self.parts.append(f'<path class="lm-{kind}"{dashed} d="{data}"/>')
 
     def text(self, x: int, y: int, text: str, classes: str = "ink") -> None:
-        """classes: a colour, then b bold, s small, m middle or e end of the text at x, halo its edge."""
+        """classes: a colour, then b bold, s small, l large, m middle or e end of the text at x, halo its edge."""
         names = " ".join(f"lm-{name}" for name in classes.split())
         self.parts.append(f'<text x="{x}" y="{y}" class="{names}">{escape(text, quote=False)}</text>')
 

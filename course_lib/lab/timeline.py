@@ -23,6 +23,7 @@ from .svg import GAP, LEAST_PITCH, PAD, Area, Svg, areas, box, cross, diamond, h
 TALL, LOW = 28, 3  # from row to row, at most and at least
 ROOM, ROOM_OF_TWO = 480, 200  # for the rows of a picture; of each panel when two are compared
 READABLE = 13  # a bar that can hold text
+RADIUS = 6  # of a mark at the edge of a bar, with its halo
 HATCHED = 8  # a bar that can hold a hatch or an outline
 VISIBLE = 12  # a gap that the eye takes for one
 BUDGET_HEIGHT = 52
@@ -234,13 +235,18 @@ def _draw_headline(svg: Svg, y: int, story: Story) -> None:
 
 def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
     """Labels at the left, token ranges and reasons in the bars, numbers at the right."""
-    axis = panel.axis
-    for row in _labelled(panel.rows):
-        svg.text(axis.left - 10, row.middle + 4, short(row.life.label, axis.left - PAD - 10), "ink e")
-    for row in panel.rows:
-        if row.bar < READABLE:
-            continue
-        _draw_bar_texts(svg, axis, row)
+    axis, labelled = panel.axis, _labelled(panel.rows)
+    is_all = len(labelled) == len(panel.rows)
+    for row in labelled:
+        label = row.life.label if is_all else row.life.first  # a scale like an axis's: what its marks stand for is in the legend
+        svg.text(axis.left - 10, row.middle + 4, short(label, axis.left - PAD - 10), "ink e")
+    readable = [row for row in panel.rows if row.bar >= READABLE]
+    labels = [label for row in readable for label in _chunk_labels(axis, row)]
+    svg.path("prefill", [box(x - half, x + half, row.top, row.bar) for row, x, half, _, _ in labels])  # no hatch under letters
+    for row, x, _, text, classes in labels:
+        svg.text(x, row.middle + 4, text, classes)
+    for row in readable:
+        _draw_reasons(svg, axis, row)
         if panel.table:
             _draw_numbers(svg, panel, row)
     if panel.table and panel.rows:
@@ -248,21 +254,28 @@ def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
             svg.text(axis.right + (column + 1) * COLUMN, panel.rows[0].top - 10, words, "mute e")
 
 
-def _draw_bar_texts(svg: Svg, axis: Axis, row: _Row) -> None:
-    life, radius = row.life, 6
-    if life.size > 1:
-        return
-    for place, first, last in life.prefills:
+def _chunk_labels(axis: Axis, row: _Row) -> list[tuple[_Row, int, int, str, str]]:
+    """(row, its middle, half of its width, the range of tokens, classes) of every chunk that has room for its range."""
+    life, labels = row.life, []
+    for place, first, last in life.prefills if life.size == 1 else []:
         left, right = axis.cells[place]
-        is_marked = bool(life.tokens) and life.tokens[0][0] == place
+        right -= RADIUS if life.tokens and life.tokens[0][0] == place else 0
         text = f"{first}–{last}" if last > first else str(first)
-        _text_in_bar(svg, left, right - radius * is_marked, row, text, "on m")
+        for size, larger in ((13, " l"), (11, "")):
+            if text_width(text, size) + 4 <= right - left and size <= row.bar:
+                labels.append((row, (left + right) // 2, text_width(text, size) // 2 + 1, text, "on m" + larger))
+                break
+    return labels
+
+
+def _draw_reasons(svg: Svg, axis: Axis, row: _Row) -> None:
+    life = row.life
     marks = [axis.starts[place] for place in life.preempted]
-    for start, end, reason in life.waits:
+    for start, end, reason in life.waits if life.size == 1 else []:
         left, right = axis.px(start), axis.px(end)
         cuts = [left, *(x for x in marks if left <= x <= right), right]
         room = max(zip(cuts, cuts[1:], strict=False), key=lambda pair: pair[1] - pair[0])
-        _text_in_bar(svg, room[0] + radius, room[1] - radius, row, reason, "ink m")
+        _text_in_bar(svg, room[0] + RADIUS, room[1] - RADIUS, row, reason, "ink m")
 
 
 def _draw_numbers(svg: Svg, panel: _Panel, row: _Row) -> None:
@@ -291,7 +304,8 @@ def _draw_regions(svg: Svg, panel: _Panel) -> None:
         for area in largest[:2]:
             label = area.label(reason)
             if area.bottom - area.top >= 12 and all(label.is_apart(other) for other in taken):
-                svg.text((label.left + label.right) // 2, label.top + 11, reason, "ink m halo")
+                svg.path("bg", [box(label.left, label.right, label.top, label.bottom - label.top)])
+                svg.text((label.left + label.right) // 2, label.top + 11, reason, "ink m")
                 taken.append(label)
 
 
@@ -335,10 +349,10 @@ def _draw_stall(svg: Svg, panel: _Panel) -> None:
     svg.text(middle, y - 10, text, "warn m b")
 
 
-def _draw_legend(svg: Svg, kinds: set[str], stories: list[Story], y: int) -> int:
+def _draw_legend(svg: Svg, kinds: set[str], panels: list[_Panel], y: int) -> int:
     """One entry per kind that is there, wrapped to the width; returns the bottom."""
     x = PAD
-    reasons = sorted({reason for story in stories for reason in story.reasons})
+    reasons = sorted({reason for panel in panels for reason in panel.story.reasons})
     for kind, text in LEGEND.items():
         if kind not in kinds and not (kind == "wait" and "queue" in kinds):
             continue
@@ -354,6 +368,12 @@ def _draw_legend(svg: Svg, kinds: set[str], stories: list[Story], y: int) -> int
         svg.path(kind, [SWATCHES.get(kind, lambda x, y: box(x, x + 16, y, 10))(x, y)])
         svg.text(x + 22, y + 9, text)
         x += 22 + text_width(text, 10) + 18
+    most = max((life.size for panel in panels for life in (row.life for row in panel.rows)), default=1)
+    if most > 1:
+        text = f"a row is up to {most} requests in order of arrival, named by its first"
+        if x > PAD and x + text_width(text) > svg.width - PAD:
+            x, y = PAD, y + 18
+        svg.text(x, y + 9, short(text, svg.width - 2 * PAD))
     return y + 14
 
 
@@ -398,7 +418,7 @@ def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: in
     body = Svg(width)
     panels = _layout(stories, titles, by, width, room or (ROOM if len(stories) == 1 else ROOM_OF_TWO))
     kinds = set().union(*(_draw_panel(body, panel) for panel in panels))
-    y = _draw_legend(svg, kinds, stories, y) + 10
+    y = _draw_legend(svg, kinds, panels, y) + 10
     svg.parts += [f'<g transform="translate(0 {y})">', *body.parts, "</g>"]
     height = y + panels[-1].bottom + 34
     return Drawing(svg.page(height, title or "Timeline", desc), width, height, panels, y)
