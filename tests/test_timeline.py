@@ -252,6 +252,40 @@ def test_chunks_carry_their_token_range_and_waits_their_reason():
     assert "0–63" in found and "64–99" in found and "kv_blocks" in found
 
 
+def test_the_legend_names_every_reason():
+    r = Recorder()
+    r.arrive("a", "b", "c", "d", "e")
+    reasons = ("decode_share", "kv_blocks", "seq_budget", "token_budget", "watermark")
+    r.step({}, reasons=dict(zip("abcde", reasons, strict=True)))
+    for width in (480, 960):
+        assert f"waiting: {', '.join(reasons)}" in texts(timeline(r.trace, width=width))
+
+
+def test_no_hatch_is_under_the_letters_of_a_chunk():
+    svg = timeline(everything(), by="step")
+    shift = int(re.search(r"translate\(0 (\d+)\)", svg)[1])
+    labels = [box for box in text_boxes(svg) if re.fullmatch(r"\d+–\d+", box[-1])]
+    strokes = []
+    for x, y, data in re.findall(r"M(\d+) (\d+)((?:[lm]-?\d+[- ]\d+)+)", re.search(r'lm-hatch" d="([^"]*)"', svg.split("translate")[1])[1]):
+        x, y = int(x), int(y) + shift
+        for command, dx, dy in re.findall(r"([lm])(-?\d+) ?(-?\d+)", data):
+            if command == "l":
+                strokes.append((x, x + int(dx), y + int(dy), y))
+            x, y = x + int(dx), y + int(dy)
+    assert len(labels) >= 4 and len(strokes) > 20
+    for left, top, right, bottom, text in labels:
+        assert not any(x0 < right and x1 > left and y0 < bottom and y1 > top for x0, x1, y0, y1 in strokes), text
+
+
+def test_rows_of_several_requests_are_a_scale_with_its_key():
+    svg = timeline(crowd(400, 420), by="step")
+    found = texts(svg)
+    assert "a row is up to 3 requests in order of arrival, named by its first" in found
+    labels = [text for text in found if re.fullmatch(r"r\d+", text)]
+    assert labels[:2] == ["r0", "r30"] and not any(" to r" in text for text in found)
+    assert not any("a row is" in text for text in texts(timeline(crowd(40, 60))))
+
+
 def test_the_stall_says_what_the_metrics_say():
     trace = stall()
     expected = seconds(metrics(trace).stall)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
+from typing import NamedTuple
 
 from ..trace import Trace
 from .axis import TICK, Axis, check_way, draw_axis, joined
@@ -151,7 +152,12 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
         chunks = [axis.cells[place] for place, _, _ in life.prefills]
         shapes["prefill"] += [box(*run, top, bar) for run in joined(chunks, 1)]
         if bar >= HATCHED:
-            shapes["hatch"] += [hatch(*chunk, top, bar) for chunk in chunks]
+            labels = {label.place: label for label in _chunk_labels(axis, row)}
+            shapes["hatch"] += [
+                hatch(*piece, top, bar)
+                for place, _, _ in life.prefills
+                for piece in _without(axis.cells[place], [labels[place].room] if place in labels else [])
+            ]
         inset = _inset(bar)
         if axis.has_gaps and touching == 1:
             shapes["decode"] += [axis.stamped(run, top + inset, bar - 2 * inset) for run in life.decodes]
@@ -238,14 +244,13 @@ def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
     axis, labelled = panel.axis, _labelled(panel.rows)
     is_all = len(labelled) == len(panel.rows)
     for row in labelled:
-        label = row.life.label if is_all else row.life.first  # a scale like an axis's: what its marks stand for is in the legend
+        label = row.life.label if is_all else row.life.first or row.life.label  # a scale like an axis's: what its marks stand for is in the legend
         svg.text(axis.left - 10, row.middle + 4, short(label, axis.left - PAD - 10), "ink e")
-    readable = [row for row in panel.rows if row.bar >= READABLE]
-    labels = [label for row in readable for label in _chunk_labels(axis, row)]
-    svg.path("prefill", [box(x - half, x + half, row.top, row.bar) for row, x, half, _, _ in labels])  # no hatch under letters
-    for row, x, _, text, classes in labels:
-        svg.text(x, row.middle + 4, text, classes)
-    for row in readable:
+    for row in panel.rows:
+        if row.bar < READABLE:
+            continue
+        for label in _chunk_labels(axis, row):
+            svg.text(sum(label.room) // 2, row.middle + 4, label.text, label.classes)
         _draw_reasons(svg, axis, row)
         if panel.table:
             _draw_numbers(svg, panel, row)
@@ -254,16 +259,28 @@ def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
             svg.text(axis.right + (column + 1) * COLUMN, panel.rows[0].top - 10, words, "mute e")
 
 
-def _chunk_labels(axis: Axis, row: _Row) -> list[tuple[_Row, int, int, str, str]]:
-    """(row, its middle, half of its width, the range of tokens, classes) of every chunk that has room for its range."""
+class _Label(NamedTuple):
+    """The range of tokens in a chunk's bar, and the pixels from left to right that it takes: no hatch is under it."""
+
+    place: int
+    room: tuple[int, int]
+    text: str
+    classes: str
+
+
+def _chunk_labels(axis: Axis, row: _Row) -> list[_Label]:
+    """Of every chunk that has room for one."""
     life, labels = row.life, []
+    if row.bar < READABLE:
+        return labels
     for place, first, last in life.prefills if life.size == 1 else []:
         left, right = axis.cells[place]
         right -= RADIUS if life.tokens and life.tokens[0][0] == place else 0
         text = f"{first}–{last}" if last > first else str(first)
         for size, larger in ((13, " l"), (11, "")):
             if text_width(text, size) + 4 <= right - left and size <= row.bar:
-                labels.append((row, (left + right) // 2, text_width(text, size) // 2 + 1, text, "on m" + larger))
+                middle, half = (left + right) // 2, text_width(text, size) // 2 + 1
+                labels.append(_Label(place, (middle - half, middle + half), text, "on m" + larger))
                 break
     return labels
 
