@@ -1,12 +1,14 @@
 """The policy arena: the same traffic for everybody, points that can be explained, and no points for foul play."""
 
 import json
+import re
 import time
 
 import pytest
 
 from course_lib.arena import arena, built_in_scores, leaderboard, play, rounds, score
 from course_lib.arena.board import leaderboard_file, read_leaderboard
+from course_lib.arena.pictures import excerpt
 from course_lib.arena.score import PATIENCE
 from course_lib.checks import NotDone
 from course_lib.policies import FairShare, Policy, PrefillingFirst, ShortestFirst
@@ -266,12 +268,26 @@ def test_the_table_the_bars_and_the_worst_request_say_the_same():
     assert result.verdict[0].startswith(f"test: {result.points:.1f} points")
     html = result._repr_mimebundle_()["text/html"]
     assert html.count("<tr") == 1 + len(rounds()) * (1 + len(built_in_scores()))
+    assert all(html.count(f">{game.name}<") == 1 for game in rounds()), "a round is named once"
+    assert re.findall(r'<td style="text-align:(\w+);white-space:nowrap', html)[:4] == ["left", "left", "right", "right"]
+    assert html.count("<td") == html.count("nowrap")
     bars, worst = result.bars(), result.worst("rush")
     for game in rounds():
         assert f"test {result.scores[game.name].points:.1f}" in bars.alt
     assert f"{result.scores['rush'].worst.name} (worst)" in worst.svg and "test in rush" in worst.alt
     with pytest.raises(ValueError, match="round='x' is no round of the arena: use rush, bursts, agents, public"):
         result.worst("x")
+
+
+def test_an_excerpt_ends_where_its_last_step_does():
+    result = arena(Sorted(lambda s: s.remaining_token_count))
+    score = result.scores["rush"]
+    part = excerpt(score.trace, score.worst.name)
+    last = part.steps[-1]
+    assert last.end == score.trace.token_times()[score.worst.name][0]
+    assert all(r.finish_time is None or r.finish_time <= last.end for r in part.requests.values())
+    assert any(score.trace.requests[name].finish_time > last.end for name in part.requests if name in score.trace.requests)
+    assert f"test in rush, excerpt: steps {part.steps[0].index} to {last.index}" in result.worst("rush").svg
 
 
 def test_the_picture_without_a_round_shows_where_it_lost_most():

@@ -162,7 +162,7 @@ def test_a_form_is_what_it_is_said_to_be():
 ON_TOP = [("hatch", ("prefill",)), ("kept", ("free",)), ("wait", ("free", "bg")), ("tick", ("bg", "stall", "stream")), ("brace", ("bg",)),
           ("cancel", ("bg", "free")), ("limit", ("bg", "unused")), ("end", ("bg", "stream")), ("first", ("bg", "tick", "prefill")),
           ("preempt", ("bg", "tick", "prefill")),
-          *((mark, tuple(f"own{number}" for number in range(len(OWNERS)))) for mark in ("write", "part", "shared"))]  # fmt: skip
+          *((mark, tuple(f"own{number}" for number in range(len(OWNERS)))) for mark in ("write", "part", "shared", "mesh"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mark", "grounds"), ON_TOP, ids=[mark for mark, _ in ON_TOP])
@@ -192,7 +192,7 @@ def grounds(svg):
                       (map(int, box) for box in BOX.findall(part["d"]))]  # fmt: skip
         elif part["text"]:
             classes = [name.removeprefix("lm-") for name in part["classes"].split()]
-            wide = text_width(part["text"], 9 if "s" in classes else 15 if "h" in classes else 11) * 0.8
+            wide = text_width(part["text"], 9 if "s" in classes else 13 if "l" in classes else 15 if "h" in classes else 11) * 0.8
             left = int(part["x"]) - wide * ("e" in classes) - wide / 2 * ("m" in classes)
             y = int(part["y"]) + down - 3
             for share in (0.25, 0.5, 0.75):

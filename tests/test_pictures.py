@@ -106,6 +106,44 @@ def test_every_held_block_is_a_cell_of_its_owners_colour():
     assert sum(w * h for *_, w, h in areas_of(svg, "free") if h == pitch) == (64 - len(pool.holders)) * pitch * pitch
 
 
+def looks(svg):
+    """Request -> (colour, is it hatched) as the list of holders below the map says."""
+    parts = re.findall(r'<path class="lm-(own\d)" d="M\d+ \d+h10v10H\d+z"/>(<path class="lm-mesh")?(?:[^<]*/>)?<text[^>]*>(\w+): \d+<', svg)
+    return {name: (colour, bool(mesh)) for colour, mesh, name in parts}
+
+
+def test_no_two_holders_of_a_step_look_the_same():
+    trace, _ = run(num_requests=24, num_blocks=96)
+    most = 0
+    for place in range(len(trace.steps)):
+        pool, svg = read_pool(trace, place), block_map(trace, place)
+        found = looks(svg)
+        assert found.keys() == pool.tables.keys()
+        assert len(set(found.values())) == len(found) and len(found) <= 10
+        assert ("a colour and a hatch" in svg) == any(hatched for _, hatched in found.values())
+        most = max(most, len(found))
+    assert most > 5
+
+
+def test_a_holder_keeps_its_colour_while_it_holds_blocks():
+    trace, _ = run(num_requests=24, num_blocks=96)
+    before = {}
+    for place in range(len(trace.steps)):
+        places = read_pool(trace, place).places
+        assert all(before[name] == places[name] for name in before.keys() & places.keys())
+        assert sorted(places.values())[-1:] < [8] and len(set(places.values())) == len(places)
+        before = places
+
+
+def test_what_a_block_lacks_is_framed_by_its_owners_colour():
+    trace, _ = run(num_requests=3, num_blocks=64)
+    svg = block_map(trace, 0)
+    cells = [cell for n in range(3) for cell in areas_of(svg, f"own{n}") if cell[3] > 13]
+    parts = [part for part in areas_of(svg, "part") if part[3] > 13]
+    assert parts and all(any(left < x and top < y and x + w < left + wide - 2 and y + h < top + high - 2
+                             for left, top, wide, high in cells) for x, y, w, h in parts)  # fmt: skip
+
+
 @pytest.mark.parametrize("num_blocks", [8, 9, 64, 100, 1000, 4096, 5000, 50_000])
 @pytest.mark.parametrize("width", [320, 700, 960])
 def test_pools_of_every_size_fit(num_blocks, width):

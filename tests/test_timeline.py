@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from course_lib.lab import alt_text, compare, show, timeline, timeline_text
+from course_lib.lab import alt_text, budget, budget_alt, compare, compare_alt, show, timeline, timeline_text
 from course_lib.lab.story import read, round_times, seconds
 from course_lib.metrics import metrics
 from course_lib.trace import ChunkRecord, RequestRecord, StepRecord, Trace
@@ -169,7 +169,7 @@ def text_boxes(svg):
         dy += int(move[1]) if move else 0
         if element.tag == f"{SVG}text":
             classes = element.get("class").split()
-            size = 15 if "lm-h" in classes else 9 if "lm-s" in classes else 11
+            size = 15 if "lm-h" in classes else 13 if "lm-l" in classes else 9 if "lm-s" in classes else 11
             width = len(element.text) * size * 0.6
             left = int(element.get("x")) - (width if "lm-e" in classes else width / 2 if "lm-m" in classes else 0)
             bottom = int(element.get("y")) + dy
@@ -251,14 +251,14 @@ def test_every_kind_is_drawn_once_for_each_time_it_happened(by):
 def strokes(svg):
     """(x, top, bottom) of every stroke that stands for a token; a dashed line is many."""
     body, found = ET.fromstring(svg).find(f"{SVG}g"), []
-    for path in body.findall(f"{SVG}path[@class='lm-tick lm-c']"):
+    for path in body.findall(f"{SVG}path[@class='lm-tick']"):
         for move in re.findall("[Mm][^Mm]*", path.get("d")):
             if move.startswith("M"):
                 x, y, height = (int(number) for number in re.findall(r"\d+", move))
             else:
                 x += int(re.match(r"m(\d+)", move)[1])
             found.append((x, y, y + height))
-    for group in body.findall(f"{SVG}g[@class='lm-tick lm-c']"):
+    for group in body.findall(f"{SVG}g[@class='lm-tick']"):
         dash, gap = map(int, group.get("stroke-dasharray").split())
         for line in group:
             x, top, bottom = map(int, re.fullmatch(r"M(\d+) (\d+)V(\d+)", line.get("d")).groups())
@@ -290,12 +290,45 @@ def test_chunks_carry_their_token_range_and_waits_their_reason():
     assert "0–63" in found and "64–99" in found and "kv_blocks" in found
 
 
+def test_the_legend_names_every_reason():
+    r = Recorder()
+    r.arrive("a", "b", "c", "d", "e")
+    reasons = ("decode_share", "kv_blocks", "seq_budget", "token_budget", "watermark")
+    r.step({}, reasons=dict(zip("abcde", reasons, strict=True)))
+    for width in (480, 960):
+        assert f"waiting: {', '.join(reasons)}" in texts(timeline(r.trace, width=width))
+
+
+def test_no_hatch_is_under_the_letters_of_a_chunk():
+    svg = timeline(everything(), by="step")
+    shift = int(re.search(r"translate\(0 (\d+)\)", svg)[1])
+    labels = [box for box in text_boxes(svg) if re.fullmatch(r"\d+–\d+", box[-1])]
+    strokes = []
+    for x, y, data in re.findall(r"M(\d+) (\d+)((?:[lm]-?\d+[- ]\d+)+)", re.search(r'lm-hatch" d="([^"]*)"', svg.split("translate")[1])[1]):
+        x, y = int(x), int(y) + shift
+        for command, dx, dy in re.findall(r"([lm])(-?\d+) ?(-?\d+)", data):
+            if command == "l":
+                strokes.append((x, x + int(dx), y + int(dy), y))
+            x, y = x + int(dx), y + int(dy)
+    assert len(labels) >= 4 and len(strokes) > 20
+    for left, top, right, bottom, text in labels:
+        assert not any(x0 < right and x1 > left and y0 < bottom and y1 > top for x0, x1, y0, y1 in strokes), text
+
+
+def test_rows_of_several_requests_are_a_scale_with_its_key():
+    svg = timeline(crowd(400, 420), by="step")
+    found = texts(svg)
+    assert "a row is up to 3 requests in order of arrival, named by its first" in found
+    labels = [text for text in found if re.fullmatch(r"r\d+", text)]
+    assert labels[:2] == ["r0", "r30"] and not any(" to r" in text for text in found)
+    assert not any("a row is" in text for text in texts(timeline(crowd(40, 60))))
+
+
 def test_the_stall_says_what_the_metrics_say():
     trace = stall()
     expected = seconds(metrics(trace).stall)
     assert expected == "4.6 s"
-    for by in WAYS:
-        assert f"3 streams: no token for {expected}" in texts(timeline(trace, by=by))
+    assert f"3 streams: no token for {expected}" in texts(timeline(trace))
     assert subpaths(timeline(trace), "stall") == 3  # each stream's gap is shaded
     assert f"no token for {expected}" in timeline_text(trace)
 
@@ -310,7 +343,45 @@ def test_an_even_stream_has_no_stall():
     for num_tokens in (16, *[1] * 9):
         r.step({"a": num_tokens}, took=1.0)
     assert not any("no token" in text for text in texts(timeline(r.trace)))
-    assert alt_text(r.trace).endswith("1 s: every stream flows.")
+    assert alt_text(r.trace).endswith("1 step: every stream flows.")
+
+
+def in_seconds(text):
+    return re.search(r"\d [mµ]?s\b", text)
+
+
+def test_by_step_everything_is_counted_in_steps():
+    trace = everything()
+    assert "new: no token for 8 steps" in texts(timeline(trace, by="step"))
+    assert "The longest gap between two tokens is 8 steps: new was preempted." in alt_text(trace, by="step")
+    both = compare_alt(trace, stall(), by="step")
+    assert "over 18 steps: " in both
+    for said in (alt_text(trace, by="step"), both, timeline_text(trace, by="step"), *texts(timeline(trace, by="step")),
+                 *texts(compare(trace, stall(), by="step")), *texts(budget(trace, by="step"))):  # fmt: skip
+        assert not in_seconds(said), said
+    assert all(in_seconds(said) for said in (alt_text(trace), timeline_text(trace), " ".join(texts(timeline(trace)))))
+
+
+def test_by_step_a_long_step_is_no_stall():
+    assert not any("no token" in text for text in texts(timeline(stall(), by="step")))
+
+
+def test_a_clock_that_counts_steps_is_said_to():
+    """FakeRunner's: a step takes 1 s, and there are no seconds."""
+    r = Recorder()
+    r.arrive("a", "b")
+    r.step({"a": 16, "b": 16}, took=1)
+    r.step({"a": 1, "b": 1}, took=1)
+    for _ in range(6):
+        r.step({"b": 1}, took=1)
+    r.step({"a": 1, "b": 1}, took=1)
+    for by in WAYS:
+        found = texts(timeline(r.trace, by=by))
+        assert "a: no token for 7 steps" in found and "2 requests · 9 steps · longest gap between two tokens 7 steps" in found
+        assert not any(map(in_seconds, found))
+    assert not in_seconds(alt_text(r.trace) + timeline_text(r.trace) + budget_alt(r.trace))
+    r.trace.steps[-1].end += 0.5
+    assert "a: no token for 7.5 s" in texts(timeline(r.trace))
 
 
 def test_first_token_and_longest_gap_stand_beside_each_request():

@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..lab.svg import PAD, Picture, Svg, box, hatch
-from ..trace import ChunkRecord, Trace
+from ..trace import ChunkRecord, RequestRecord, Trace
 
 
 def excerpt(trace: Trace, name: str, neighbours: int = 6) -> Trace:
-    """One request from its arrival to its first token, with those that overtook it; all others share a row."""
+    """One request from its arrival to its first token, with those that overtook it; all others share a row.
+
+    What comes after that is cut off: a request that ends later has no end here.
+    """
     times = {other: row[0] for other, row in trace.token_times().items() if row}
     arrival = trace.requests[name].arrival_time
     overtakers = [n for n, r in trace.requests.items() if r.arrival_time > arrival and times[n] < times[name]]
     shown = [name, *overtakers[:: -(-len(overtakers) // neighbours) or 1]]
-    steps = [step for step in trace.steps if step.end > arrival and step.start <= times[name]]
+    steps = [step for step in trace.steps if step.end > arrival and step.start < times[name]]
     keep = set(shown)
     rest = "the others"
-    part = Trace(trace.config, {n: trace.requests[n] for n in shown})
+    part = Trace(trace.config, {n: _until(trace.requests[n], steps[-1].end) for n in shown})
     part.requests[rest] = replace(
         trace.requests[name], name=rest, request_id=rest, prompt_tokens=1, finish_time=None, finish_step=None
     )
@@ -33,6 +36,13 @@ def excerpt(trace: Trace, name: str, neighbours: int = 6) -> Trace:
             tokens={n: t for n, t in step.tokens.items() if n in keep}, reasons={n: r for n, r in step.reasons.items() if n in keep},
         ))  # fmt: skip
     return part
+
+
+def _until(request: RequestRecord, end: float) -> RequestRecord:
+    """A request as it is known at a moment."""
+    if request.finish_time is None or request.finish_time <= end:
+        return request
+    return replace(request, finish_time=None, finish_step=None, finish_reason=None)
 
 
 def bars(points: dict[str, dict[str, float]], mine: str) -> Picture:

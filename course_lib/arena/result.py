@@ -85,11 +85,14 @@ class Result:
         if self.problem:
             return {"text/html": lines, "text/plain": str(self)}
         header, *rows = self.rows()
-        body = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
+        body, before = ["<tr>" + "".join(_cell(name, place, "th") for place, name in enumerate(header)) + "</tr>"], ""
         for row in rows:
             bold = ' style="font-weight:bold"' if row[1] == self.name else ""
-            body.append(f"<tr{bold}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
-        return {"text/html": f"{lines}<table>{''.join(body)}</table>", "text/plain": str(self)}
+            cells = ["" if row[0] == before else row[0], *row[1:]]
+            body.append(f"<tr{bold}>" + "".join(_cell(cell, place) for place, cell in enumerate(cells)) + "</tr>")
+            before = row[0]
+        table = f'<div style="overflow-x:auto"><table>{"".join(body)}</table></div>'
+        return {"text/html": lines + table, "text/plain": str(self)}
 
     def bars(self) -> Picture:
         """The points of every round, this policy above the built-in ones."""
@@ -110,11 +113,22 @@ class Result:
         if round not in self.scores:
             raise ValueError(f"round={round!r} is no round of the arena: use {', '.join(self.scores)}")
         mine, other = self.scores[round], rivals[best[round]][round]
-        name, titles = mine.worst.name, (f"{self.name} in {round}", f"{best[round]} in {round}")
+        name = mine.worst.name
         a, b = (excerpt(trace, name) for trace in (mine.trace, other.trace))
+        titles = tuple(
+            f"{who} in {round}, excerpt: steps {part.steps[0].index} to {part.steps[-1].index}"
+            for who, part in ((self.name, a), (best[round], b))
+        )
         labels = {name: f"{name} (worst)"}
         return Picture(compare(a, b, titles=titles, labels=labels), compare_alt(a, b, titles=titles, labels=labels))
 
     def _must_have_scores(self) -> None:
         if self.problem:
             raise ValueError(f"{self.name} has no points and no picture. {self.problem}")
+
+
+def _cell(text: str, column: int, tag: str = "td") -> str:
+    """A cell of the table: names at the left, numbers at the right; a number and its unit stay in one line."""
+    left = column < 2
+    wrap = "normal" if tag == "th" else "nowrap"
+    return f'<{tag} style="text-align:{"left" if left else "right"};white-space:{wrap};padding:3px 6px">{escape(text)}</{tag}>'

@@ -154,12 +154,13 @@ class Parts:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         cell = 'style="text-align:left;vertical-align:top"'
+        short = 'style="text-align:left;vertical-align:top;white-space:nowrap"'
         rows = []
         for part in self:
             mark = f'<span style="color:{COLOURS[part.state]};font-weight:bold">{MARKS[part.state]}</span> {part.state}'
             why = f'<br><span style="opacity:.75">{escape(part.why)}</span>' if part.why else ""
             name = f"{part.id} <code>{escape(part.exercise.part)}</code>"
-            rows.append(f"<tr><td {cell}>{name}</td><td {cell}>{mark}</td><td {cell}>{escape(part.role)}{why}</td></tr>")
+            rows.append(f"<tr><td {short}>{name}</td><td {short}>{mark}</td><td {cell}>{escape(part.role)}{why}</td></tr>")
         head = f"<tr><th {cell}>exercise</th><th {cell}>state</th><th {cell}>in your engine</th></tr>"
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         html = f'<div role="status"><p>{escape(self.headline())}</p><table>{head}{"".join(rows)}</table>{notes}</div>'

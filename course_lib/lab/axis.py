@@ -1,21 +1,23 @@
-"""The axis under a picture: steps and moments -> pixels."""
+"""The axis under a picture: the moments of a story -> pixels."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import inf
 
 from .story import Run, Story, round_steps, round_times
-from .svg import PAD, Svg, box, text_width
+from .svg import GAP, LEAST_PITCH, PAD, Svg, box, text_width
 
 WAYS = ("time", "step")
+TICK = 2  # width of a token's mark, by time
 MAX_TICKS = 15_000  # with more tokens than this, bars stand for them
 
 
 class Axis:
-    """Seconds -> pixels between left and right; by step, every step is equally wide.
+    """The times of a story, which was read by time or by step, -> pixels between left and right.
 
     starts, ends   where each step lies
-    cells          the same, with a gap to the next where there is room for one
+    cells          the same, with a gap to the next where there is room for one: by step, for all or none
     marks          where a step's tokens are drawn: by time at their arrival, which is the end of
                    the step; by step over the whole step
     has_ticks      by time, there is room for a tick per token
@@ -26,44 +28,43 @@ class Axis:
     def __init__(self, story: Story, by: str, left: int, right: int, span: float) -> None:
         self.story, self.by, self.left, self.right, self.span = story, by, left, right, span
         self._scale = (right - left) / span if span else 0.0
-        places = range(len(story.ends))
-        self.starts = [self._at(t) for t in (story.starts if by == "time" else places)]
-        self.ends = [self._at(t) for t in story.ends] if by == "time" else [self._at(i + 1) for i in places]
+        self.starts = [self.px(t) for t in story.starts]
+        self.ends = [self.px(t) for t in story.ends]
         widths = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
         typical = sorted(widths)[len(widths) // 2] if widths else 0
-        least = 3 if typical > 4 else max(3, 2 * typical + 1)  # among narrow steps, only a wide one is set apart
+        self.has_gaps = by == "step" and min(widths, default=0) >= LEAST_PITCH
+        least = self._least_apart(typical)
         self.cells = [
-            (start, end - 1 if width > least else max(end, start + 1))
+            (start, end - GAP if width >= least else max(end, start + 1))
             for start, end, width in zip(self.starts, self.ends, widths, strict=True)
         ]
-        self.marks = self.cells if by == "step" else [(end - 2, end) for end in self.ends]
+        self.marks = self.cells if by == "step" else [(end - TICK, end) for end in self.ends]
         num_tokens = sum(decode for decode, _ in story.used)
-        self.has_ticks = by == "time" and typical >= 3 and num_tokens <= MAX_TICKS
-        self.has_gaps = by == "step" and typical > 4
+        self.has_ticks = by == "time" and typical >= LEAST_PITCH and num_tokens <= MAX_TICKS
         self.join = 1 if by == "step" else 2 * typical + 3
         self._stamps: dict[int, list[str]] = {}
         self._rests: dict[tuple[Run, int], str] = {}
         self._breaks: dict[int, list[int]] = {}
 
-    def _at(self, units: float) -> int:
-        return self.left + int(units * self._scale + 0.5)
+    def _least_apart(self, typical: int) -> float:
+        """The width from which on a step has a gap to the next. Among narrow steps, only one that is much wider."""
+        if self.by == "step":
+            return 0 if self.has_gaps else inf
+        return LEAST_PITCH - 1 if typical >= LEAST_PITCH else max(LEAST_PITCH, 2 * typical + 2)
 
     def px(self, t: float) -> int:
         """The pixel of a moment."""
-        if self.by == "time":
-            return self._at(t)
-        starts, ends = self.story.starts, self.story.ends
-        place = bisect_right(starts, t) - 1
-        if place < 0:
-            return self.left
-        length = ends[place] - starts[place]
-        return self._at(place + (min(1.0, (t - starts[place]) / length) if length else 1))
+        return self.left + int(t * self._scale + 0.5)
+
+    @property
+    def name(self) -> str:
+        return "step" if self.by == "step" else "time" if self.story.unit == "s" else "steps"
 
     def ticks(self) -> list[tuple[int, str]]:
         """(pixel, label) at round times, or at round step numbers."""
         room = (self.right - self.left) // 72
         if self.by == "time":
-            return [(self._at(t), label) for t, label in round_times(self.span, room)]
+            return [(self.px(t), label) for t, label in round_times(self.span, room, self.story.unit)]
         steps = round_steps(self.story.numbers, room)
         return [((self.starts[place] + self.ends[place]) // 2, label) for place, label in steps]
 
@@ -86,9 +87,26 @@ class Axis:
         """Per step: the move from the mark before, and the mark."""
         if self.has_ticks:
             pairs = zip([0, *self.ends], self.ends, strict=False)
-            return [f"m{after - before}-{height}v{height}" for before, after in pairs]
+            return [_tick(after - before, height) for before, after in pairs]
         pairs = zip([(0, 0), *self.marks], self.marks, strict=False)
         return [f"m{left - before} 0h{right - left}v{height}h-{right - left}z" for (before, _), (left, right) in pairs]
+
+    def strokes(self, runs: list[Run]) -> list[int]:
+        """By time: the middles of the marks of all tokens; without room for these, of those that stand alone."""
+        if not self.has_ticks:
+            return [right - TICK // 2 for left, right in self.bars(runs, self.join) if right - left == TICK]
+        middles = []
+        for first, last in runs:
+            for place in range(first, last + 1):
+                middle = self.ends[place] - 1
+                if place > first and 0 < middle - middles[-1] - TICK < GAP:
+                    middles.append(middles[-1] + TICK)
+                middles.append(middle)
+        return middles
+
+    def is_tick(self, bar: Run) -> bool:
+        """By time: is this interval of pixels a single mark?"""
+        return self.by == "time" and bar[1] - bar[0] == TICK
 
     def bars(self, runs: list[Run], join: int) -> list[Run]:
         """Runs of tokens as intervals of pixels, marks less than `join` apart become one."""
@@ -102,6 +120,12 @@ class Axis:
                 first = place
             pieces.append((marks[first][0], marks[last][1]))
         return joined(pieces, join)
+
+
+def _tick(pitch: int, height: int) -> str:
+    """A tick `pitch` behind the one before. The gap between them is filled where it would be too narrow."""
+    between = f"m{TICK}-{height}v{height}" if 0 < pitch - TICK < GAP else ""
+    return f"{between}m{pitch - TICK if between else pitch}-{height}v{height}"
 
 
 def joined(intervals, join: int) -> list[tuple[int, int]]:
@@ -130,4 +154,4 @@ def draw_axis(svg: Svg, axis: Axis, top: int, bottom: int) -> None:
     for x, label in ticks:
         half = text_width(label) // 2
         svg.text(max(axis.left - 6 + half, min(axis.right + PAD - half, x)), bottom + 18, label, "mute m")
-    svg.text(axis.left - 10, bottom + 18, axis.by, "mute e")
+    svg.text(axis.left - 10, bottom + 18, axis.name, "mute e")

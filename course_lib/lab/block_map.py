@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..config import check_int
 from ..trace import Trace
 from .story import joined_lines, plural
-from .svg import OWNERS, PAD, Area, Svg, areas, box, short, text_width, wrapped
+from .svg import GAP, OWNERS, PAD, Area, Svg, areas, box, hatch, short, text_width, wrapped
 
 PITCHES = (40, 32, 28, 24, 20, 16, 14, 12, 10, 8)  # pixels from cell to cell
 ROOM = 440  # for the height of all cells
@@ -27,6 +27,8 @@ class Pool:
     filled   block -> tokens in it after the step, of those that are held
     written  blocks that the step writes to
     tables   request -> its blocks, in the order of its tokens
+    places   request -> its number among those that hold blocks at the same time: the lowest that was free when
+             it took its first block, kept until it holds none
     """
 
     number: int  # what the engine calls the step
@@ -37,6 +39,7 @@ class Pool:
     filled: dict[int, int]
     written: set[int]
     tables: dict[str, list[int]]
+    places: dict[str, int]
 
     @property
     def num_shared(self) -> int:
@@ -57,12 +60,14 @@ def read_pool(trace: Trace, step: int = -1) -> Pool:
     place = step % count
     block_size = trace.config["block_size"]
     tables: dict[str, list[int]] = {}
+    places: dict[str, int] = {}
     for record in trace.steps[: place + 1]:
         for block, name, change in record.owners:
             if change > 0:
                 tables.setdefault(name, []).append(block)
             else:
                 tables[name].remove(block)
+        _give_places(places, tables)
     cached = set(tables.pop("", []))
     tables = {name: tables[name] for name in trace.requests if tables.get(name)}
     reached = _reached(trace, place, set(tables))
@@ -76,7 +81,17 @@ def read_pool(trace: Trace, step: int = -1) -> Pool:
     written: set[int] = set()
     for name, start, num_tokens, _, _ in trace.steps[place].chunks:
         written.update(tables[name][start // block_size : (start + num_tokens - 1) // block_size + 1])
-    return Pool(trace.steps[place].index, trace.config["num_blocks"], block_size, holders, cached, filled, written, tables)
+    return Pool(trace.steps[place].index, trace.config["num_blocks"], block_size, holders, cached, filled, written, tables, places)
+
+
+def _give_places(places: dict[str, int], tables: dict[str, list[int]]) -> None:
+    """Who holds nothing gives its place back; who is new gets the lowest that nobody has."""
+    for name in [name for name in places if not tables.get(name)]:
+        del places[name]
+    for name, table in tables.items():
+        if name and table and name not in places:
+            taken = set(places.values())
+            places[name] = next(number for number in range(len(places) + 1) if number not in taken)
 
 
 def _reached(trace: Trace, place: int, names: set[str]) -> dict[str, int]:
@@ -135,7 +150,6 @@ def block_map(trace: Trace, step: int = -1, *, width: int = 960, title: str | No
     if width < 320:
         raise ValueError(f"width={width} is too small: it must be at least 320 pixels")
     pool, labels = read_pool(trace, step), labels or {}
-    colours = {name: number % len(OWNERS) for number, name in enumerate(trace.requests)}
     grid = _Grid(pool.num_blocks, width)
     svg, y = Svg(width), PAD
     if title:
@@ -144,11 +158,11 @@ def block_map(trace: Trace, step: int = -1, *, width: int = 960, title: str | No
     for line in wrapped(_headline(pool), width - 2 * PAD):
         svg.text(PAD, y + 9, line, "mute")
         y += 18
-    y = _draw_legend(svg, grid, y + 6) + 14
+    y = _draw_legend(svg, pool, grid, y + 6) + 14
     rows = _cells(pool, grid)
-    _draw_cells(svg, pool, grid, rows, y, colours)
-    _draw_labels(svg, grid, rows, y, labels)
-    y = _draw_holders(svg, pool, y + grid.num_rows * grid.pitch + 16, colours, labels)
+    _draw_cells(svg, pool, grid, rows, y)
+    _draw_labels(svg, pool, grid, rows, y, labels)
+    y = _draw_holders(svg, pool, y + grid.num_rows * grid.pitch + 16, labels)
     return svg.page(y + PAD, title or "KV blocks", describe_pool(pool, labels))
 
 
@@ -176,33 +190,38 @@ def _runs(row: list[_Cell]):
             first = column
 
 
-def _draw_cells(svg: Svg, pool: Pool, grid: _Grid, rows: list[list[_Cell]], top: int, colours: dict[str, int]) -> None:
-    kinds = ["free", *(f"own{number}" for number in range(len(OWNERS))), "part", "kept", "cellgrid", "shared", "write"]
+def _draw_cells(svg: Svg, pool: Pool, grid: _Grid, rows: list[list[_Cell]], top: int) -> None:
+    kinds = ["free", *(f"own{number}" for number in range(len(OWNERS))), "mesh", "part", "kept", "cellgrid", "shared", "write"]
     shapes: dict[str, list[str]] = {kind: [] for kind in kinds}
     pitch, left = grid.pitch, grid.left
     mark = max(3, pitch // 4)
+    edge = max(1, pitch // 12)  # of a block that isn't full: what it lacks has a frame of its owner's colour
     for number, row in enumerate(rows):
         y = top + number * pitch
         for first, end, owner in _runs(row):
-            kind = f"own{colours[owner]}" if owner else "free"
+            kind = _colour(pool.places[owner]) if owner else "free"
             shapes[kind].append(box(left + first * pitch, left + end * pitch, y, pitch))
-        shapes["cellgrid"].append(box(left, left + len(row) * pitch, y + pitch - 1, 1))
+        shapes["cellgrid"].append(box(left, left + len(row) * pitch, y + pitch - GAP, GAP))
         for column, cell in enumerate(row):
             x = left + column * pitch
-            if cell.tokens < pool.block_size and cell.owner:
-                shapes["part"].append(box(x + max(1, cell.tokens * (pitch - 1) // pool.block_size), x + pitch, y, pitch))
+            if cell.owner and _is_hatched(pool.places[cell.owner]):
+                shapes["mesh"].append(hatch(x, x + pitch - GAP, y, pitch - GAP))
+            right = x + pitch - GAP - edge
+            filled = x + max(edge, cell.tokens * (pitch - GAP) // pool.block_size)
+            if cell.owner and cell.tokens < pool.block_size and filled < right:
+                shapes["part"].append(box(filled, right, y + edge, pitch - GAP - 2 * edge))
             if cell.is_cached and not cell.owner:
-                shapes["kept"].append(f"M{x} {y + pitch - 1}l{pitch - 1}-{pitch - 1}")
+                shapes["kept"].append(f"M{x} {y + pitch - GAP}l{pitch - GAP}-{pitch - GAP}")
             if cell.num_owners > 1:
-                shapes["shared"].append(f"M{x + pitch - 1 - 2 * mark} {y}h{2 * mark}v{2 * mark}z")
+                shapes["shared"].append(f"M{x + pitch - GAP - 2 * mark} {y}h{2 * mark}v{2 * mark}z")
             if cell.is_written:
                 height = max(2, pitch // 8)
-                shapes["write"].append(box(x, x + pitch - 1, y + pitch - 1 - height, height))
+                shapes["write"].append(box(x, x + pitch - GAP, y + pitch - GAP - height, height))
     full, rest = divmod(grid.count, grid.columns)
     for column in range(1, grid.columns + 1):
         height = (full + (column <= rest)) * pitch
         if height:
-            shapes["cellgrid"].append(box(left + column * pitch - 1, left + column * pitch, top, height))
+            shapes["cellgrid"].append(box(left + column * pitch - GAP, left + column * pitch, top, height))
     for kind, subpaths in shapes.items():
         svg.path(kind, subpaths)
     every = max(1, -(-14 // pitch))
@@ -211,7 +230,16 @@ def _draw_cells(svg: Svg, pool: Pool, grid: _Grid, rows: list[list[_Cell]], top:
         svg.text(left - 6, top + number * pitch + pitch // 2 + 4, str(block), "mute e")
 
 
-def _draw_labels(svg: Svg, grid: _Grid, rows: list[list[_Cell]], top: int, labels: dict[str, str]) -> None:
+def _colour(place: int) -> str:
+    return f"own{place % len(OWNERS)}"
+
+
+def _is_hatched(place: int) -> bool:
+    """From the sixth holder on the colours come again, hatched: ten that look different."""
+    return place // len(OWNERS) % 2 == 1
+
+
+def _draw_labels(svg: Svg, pool: Pool, grid: _Grid, rows: list[list[_Cell]], top: int, labels: dict[str, str]) -> None:
     """The owner's name: on each run of cells that has room for it, or once on a larger field."""
     pitch, left = grid.pitch, grid.left
     fields: dict[str, list] = {}
@@ -223,7 +251,7 @@ def _draw_labels(svg: Svg, grid: _Grid, rows: list[list[_Cell]], top: int, label
                 continue
             start, stop = left + first * pitch, left + end * pitch
             if pitch >= 14:
-                _text_in_run(svg, start, stop, y, pitch, labels.get(owner, owner))
+                _text_in_run(svg, start, stop, y, pitch, labels.get(owner, owner), pool.places[owner])
             elif stop - start > (longest.get(owner) or (0, 0))[1] - (longest.get(owner) or (0, 0))[0]:
                 longest[owner] = (start, stop)
         for owner in fields.keys() | longest.keys():
@@ -234,30 +262,39 @@ def _draw_labels(svg: Svg, grid: _Grid, rows: list[list[_Cell]], top: int, label
         for area in sorted(areas(fields[owner], text_width(name) + 10), key=lambda area: -area.size)[:1]:
             label = area.label(name)
             if area.bottom - area.top >= 14 and all(label.is_apart(other) for other in taken):
+                if _is_hatched(pool.places[owner]):
+                    svg.path(_colour(pool.places[owner]), [box(label.left, label.right, label.top, 14)])
                 svg.text((label.left + label.right) // 2, label.top + 11, name, "on m b")
                 taken.append(label)
 
 
-def _text_in_run(svg: Svg, left: int, right: int, top: int, pitch: int, name: str) -> None:
-    """In the run's first cell where it fits, else in its middle, or not at all."""
+def _text_in_run(svg: Svg, left: int, right: int, top: int, pitch: int, name: str, place: int) -> None:
+    """In the run's first cell where it fits, else in its middle, or not at all. On a hatched cell it has a plate."""
     for size, smaller in ((11, ""), (9, " s")):
         need = text_width(name, size) + 2
         if need <= right - left and pitch >= size + 3:
-            svg.text((left + (left + pitch if need <= pitch else right)) // 2, top + pitch // 2 + (4 if size == 11 else 3), name, "on m" + smaller)
+            x = (left + (left + pitch - GAP if need <= pitch else right)) // 2
+            if _is_hatched(place):
+                svg.path(_colour(place), [box(x - need // 2, x + need // 2, top + (pitch - GAP - size) // 2 - 1, size + 2)])
+            svg.text(x, top + (pitch - GAP) // 2 + (4 if size == 11 else 3), name, "on m" + smaller)
             return
 
 
-def _draw_legend(svg: Svg, grid: _Grid, y: int) -> int:
+def _draw_legend(svg: Svg, pool: Pool, grid: _Grid, y: int) -> int:
     """What the marks mean; the names of the owners are below the map."""
     x, size = PAD, 13
 
     def whole(x: int) -> list[str]:
         return [box(x, x + size, y, size)]
 
+    looks = 2 * len(OWNERS)
+    is_hatched = any(map(_is_hatched, pool.places.values()))
+    again = f" (again after {looks})" if max(pool.places.values(), default=0) >= looks else ""
+    held = ("held: a colour, or a colour and a hatch, per request" if is_hatched else "held: a colour per request") + again
     entries = [
-        ("held: a colour per request", [("own0", whole)]),
+        (held, [("own0", whole)]),
         ("held by several", [("own0", whole), ("shared", lambda x: [f"M{x + 5} {y}h8v8z"])]),
-        ("partly filled", [("own0", whole), ("part", lambda x: [box(x + 6, x + size, y, size)])]),
+        ("partly filled", [("own0", whole), ("part", lambda x: [box(x + 6, x + size - 1, y + 1, size - 2)])]),
         ("written in this step", [("own0", whole), ("write", lambda x: [box(x, x + size, y + size - 3, 3)])]),
         ("free, content kept", [("free", whole), ("kept", lambda x: [f"M{x} {y + size}l{size}-{size}"])]),
         ("free", [("free", whole)]),
@@ -274,7 +311,7 @@ def _draw_legend(svg: Svg, grid: _Grid, y: int) -> int:
     return y + size
 
 
-def _draw_holders(svg: Svg, pool: Pool, y: int, colours: dict[str, int], labels: dict[str, str]) -> int:
+def _draw_holders(svg: Svg, pool: Pool, y: int, labels: dict[str, str]) -> int:
     """Who holds how many blocks, in order of arrival, or the largest of many; returns the bottom."""
     x, names = PAD, list(pool.tables)
     if len(names) > LISTED:
@@ -286,7 +323,8 @@ def _draw_holders(svg: Svg, pool: Pool, y: int, colours: dict[str, int], labels:
         if x > PAD and x + 16 + text_width(words) > svg.width - PAD:
             x, y = PAD, y + 18
         if number < LISTED:
-            svg.path(f"own{colours[name]}", [box(x, x + 10, y, 10)])
+            svg.path(_colour(pool.places[name]), [box(x, x + 10, y, 10)])
+            svg.path("mesh", [hatch(x, x + 10, y, 10, 4)] if _is_hatched(pool.places[name]) else [])
         svg.text(x + 15, y + 9, words)
         x += 15 + text_width(words) + 12
         if number == LISTED:

@@ -62,7 +62,7 @@ def budget(trace: Trace, *, by: str = "time", width: int = 960, title: str | Non
     if width < 320:
         raise ValueError(f"width={width} is too small: it must be at least 320 pixels")
     check_way(by)
-    story = read(trace)
+    story = read(trace, by=by)
     svg, y = Svg(width), PAD
     if title:
         svg.text(PAD, y + 14, short(title, width - 2 * PAD, 15), "ink h")
@@ -72,9 +72,8 @@ def budget(trace: Trace, *, by: str = "time", width: int = 960, title: str | Non
         y += 18
     y = _legend(svg, y + 6) + 22
     limit = str(story.budget)
-    left = PAD + max(text_width(limit), text_width(by)) + 10
-    span = len(story.ends) if by == "step" else story.duration
-    axis = Axis(story, by, left, width - PAD, span)
+    left = PAD + max(text_width(limit), text_width("steps")) + 10
+    axis = Axis(story, by, left, width - PAD, story.duration)
     draw_axis(svg, axis, y, y + HEIGHT)
     draw_budget(svg, axis, y, HEIGHT)
     svg.path("limit", [f"M{left} {y}H{axis.right}"])
@@ -128,8 +127,9 @@ def describe_budget(story: Story) -> str:
     limit, shares, full = _headline(story)
     largest = max(range(len(story.used)), key=lambda place: sum(story.used[place]))
     decode, prefill = story.used[largest]
+    took = f" ({seconds(story.duration)})" if story.unit == "s" else ""
     return (
-        f"Tokens of {plural(len(story.used), 'step')} ({seconds(story.duration)}), {limit}: {shares}; {full}. "
+        f"Tokens of {plural(len(story.used), 'step')}{took}, {limit}: {shares}; {full}. "
         f"The largest step, number {story.numbers[largest]}, computes {plural(prefill, 'prefill token')} and "
         f"{plural(decode, 'decode token')}."
     )

@@ -24,6 +24,7 @@ every cell's story without asking anybody.
 from __future__ import annotations
 
 from ..trace import Trace
+from .axis import check_way
 from .story import Story, describe, headline, read
 from .timeline import Drawing, describe_two, draw
 
@@ -32,9 +33,10 @@ def frame(*traces: Trace, titles: tuple[str, ...] = ("A", "B"), by: str = "time"
           labels: dict[str, str] | None = None, room: int | None = None, stories: list[Story] | None = None) -> dict:  # fmt: skip
     """The frame of one trace, or of two to be compared; arguments as of `timeline` and `compare`.
 
-    room: pixels for the rows of a run, however many there are. stories: the traces, where they were read already.
+    room: pixels for the rows of a run, however many there are. stories: the traces, where they were read (by `by`) already.
     """
-    stories = [read(trace, labels) for trace in traces] if stories is None else stories
+    check_way(by)
+    stories = [read(trace, labels, by) for trace in traces] if stories is None else stories
     names = list(titles) if len(traces) > 1 else [""]
     alt = describe(stories[0]) if len(traces) == 1 else describe_two(stories, names)
     drawing = draw(stories, names, by=by, width=width, desc=alt, room=room)
@@ -59,6 +61,7 @@ def _panel(trace: Trace, drawing: Drawing, place: int) -> dict:
     panel = drawing.panels[place]
     story, axis, shift = panel.story, panel.axis, drawing.shift
     names = [r.name for r in sorted(trace.requests.values(), key=lambda request: request.arrival_time)]
+    zero = min([r.arrival_time for r in trace.requests.values()] + [step.start for step in trace.steps[:1]], default=0.0)
     rows, first = [], 0
     for row in panel.rows:
         requests = list(range(first, first + row.life.size))
@@ -68,7 +71,9 @@ def _panel(trace: Trace, drawing: Drawing, place: int) -> dict:
     return {
         "x0": axis.left, "x1": axis.right, "top": top + shift, "bottom": panel.bottom + shift,
         "left": axis.starts, "right": axis.ends,
-        "starts": story.starts, "ends": story.ends, "numbers": story.numbers,
+        "starts": [round(step.start - zero, 9) for step in trace.steps],
+        "ends": [round(step.end - zero, 9) for step in trace.steps],
+        "numbers": story.numbers,
         "used": story.used, "budget": story.budget,
         "rows": rows,
         "requests": _requests(trace, story, names),

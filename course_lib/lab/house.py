@@ -20,7 +20,7 @@ ROOMS = (
     ("trace", "what happened in every step", "10"),
     ("lab", "what you look at", "11"),
 )
-COLUMNS, WIDTH, HEIGHT, GAP = 5, 178, 54, 14  # of the rooms; all but the first two in pixels
+COLUMNS, WIDTH, HEIGHT, GAP = 4, 172, 62, 14  # of the rooms; all but the first in pixels: as wide as a page's text
 
 
 def check_rooms(lit: tuple[str, ...]) -> None:
@@ -61,10 +61,10 @@ def house_svg(*lit: str) -> str:
         svg.text(x + 10, y + 20, name, f"{ink} b")
         svg.text(x + WIDTH - 10, y + 20, lessons, f"{ink} e")
         for line, part in enumerate(_lines(what)):
-            svg.text(x + 10, y + 35 + 12 * line, part, f"{ink} s")
+            svg.text(x + 10, y + 38 + 15 * line, part, ink)
     height = 2 * PAD + rows * HEIGHT + (rows - 1) * GAP
     if len(ROOMS) % COLUMNS:
-        svg.text(width - PAD, height - PAD - 6, "the number: the lesson that builds the room", "mute s e")
+        svg.text(width - PAD, height - PAD - 6, "the number: the lesson that builds the room", "mute e")
     return svg.page(height, "The house", house_alt(*lit))
 
 
@@ -72,7 +72,7 @@ def _lines(text: str) -> list[str]:
     """A room's sentence in one line or two."""
     lines = [""]
     for word in text.split():
-        if text_width(f"{lines[-1]} {word}", 9) > WIDTH - 20:
+        if text_width(f"{lines[-1]} {word}") > WIDTH - 20:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .story import plural
-from .svg import OWNERS, PAD, Picture, Svg, box, hatch, text_width, wrapped
+from .svg import GAP, OWNERS, PAD, Picture, Svg, box, hatch, text_width, wrapped
 
 CELL = 28  # at most; smaller where the mask is wide
 SMALLEST = 14
@@ -57,13 +57,13 @@ def mask_map(mask, *, queries: Sequence, keys: Sequence, owners: Sequence[int] |
         svg.text(left + len(keys) * cell + 10, top + cell // 2 + 4, str(sum(row)), "ink b")
         for column, value in enumerate(row):
             x = left + column * cell
-            shapes[f"own{owners[column] % len(OWNERS)}" if value else "free"].append(box(x, x + cell - 1, top, cell - 1))
+            shapes[f"own{owners[column] % len(OWNERS)}" if value else "free"].append(box(x, x + cell - GAP, top, cell - GAP))
             if value != right[number][column]:
                 wrong += 1
-                shapes["write"].append(f"M{x + cell - 10} {top}h9v9z")
+                shapes["write"].append(f"M{x + cell - GAP - 9} {top}h9v9z")
     for column in skipped:
         x = left + column * cell
-        shapes["wait"] += [hatch(x, x + cell - 1, y + number * cell, cell - 1) for number in range(len(rows))]
+        shapes["wait"] += [hatch(x, x + cell - GAP, y + number * cell, cell - GAP) for number in range(len(rows))]
     for kind, parts in shapes.items():
         svg.path(kind, parts)
     for number, row in enumerate(rows):

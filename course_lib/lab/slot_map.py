@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .story import plural
-from .svg import OWNERS, PAD, Picture, Svg, box, hatch, text_width, wrapped
+from .svg import GAP, OWNERS, PAD, Picture, Svg, box, hatch, text_width, wrapped
 
 MAX_TOKENS = 40  # in the row of tokens: more can't be read
 CELL = 26  # height of a token and of a slot
@@ -117,14 +117,14 @@ def _draw_tokens(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
         whole = [token for token, number in memory.chunk_of.items() if number == chunk]
         label = f"chunk {chunk}: " + (f"tokens {whole[0]} … {whole[-1]}" if len(whole) > 1 else f"token {whole[0]}")
         colour = f"own{chunk % len(OWNERS)}"
-        svg.path(colour, [box(left, right - 2, y, 18)])
+        svg.path(colour, [box(left, right - GAP, y, 18)])
         label = label if text_width(label) <= right - left - 4 else f"{chunk}"
         svg.text((left + right) // 2, y + 13, label, "on m b")
-        svg.path(colour, [box(at.x(token), at.x(token + 1) - 1, top, CELL) for token in range(begin, end + 1)])
+        svg.path(colour, [box(at.x(token), at.x(token + 1) - GAP, top, CELL) for token in range(begin, end + 1)])
         if begin > first:
             svg.path("write", [box(left - 2, left, y - 4, top - y + CELL + 8)])
     for token in range(first, last + 1):
-        svg.text(at.x(token) + at.pitch // 2, top + 17, str(token), "on m" + (" s" if at.pitch < 30 else ""))
+        svg.text(at.x(token) + (at.pitch - GAP) // 2, top + 17, str(token), _letters(str(token), at.pitch - GAP))
     if follow is not None and first <= follow <= last:
         svg.path("cancel", [_outline(at.x(follow) - 1, top - 1, at.pitch, CELL + 1)])
     y = top + CELL + 6
@@ -158,21 +158,26 @@ def _draw_blocks(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
         svg.text(middle, top - 5, f"physical block {block}", "ink b m")
         for offset in range(size):
             slot = block * size + offset
-            x, cell_y = left + offset % columns * pitch, top + offset // columns * (CELL + 1)
+            x, cell_y = left + offset % columns * pitch, top + offset // columns * (CELL + GAP)
             token = memory.holds.get(slot)
             kind = "free" if token is None else f"own{memory.chunk_of[token] % len(OWNERS)}"
-            svg.path(kind, [box(x, x + pitch - 1, cell_y, CELL)])
+            svg.path(kind, [box(x, x + pitch - GAP, cell_y, CELL)])
             if slot in memory.rewritten:
-                svg.path("write", [f"M{x + pitch - 10} {cell_y}h9v9z"])
+                svg.path("write", [f"M{x + pitch - GAP - 9} {cell_y}h9v9z"])
             if token is not None:
-                svg.text(x + pitch // 2, cell_y + 17, str(token), "on m" + (" s" if pitch < 30 else ""))
+                svg.text(x + (pitch - GAP) // 2, cell_y + 17, str(token), _letters(str(token), pitch - GAP))
             elif slot in memory.empty:
-                svg.path("wait", [hatch(x, x + pitch - 1, cell_y, CELL)])
+                svg.path("wait", [hatch(x, x + pitch - GAP, cell_y, CELL)])
             if follow is not None and token == follow:
                 svg.path("cancel", [_outline(x - 1, cell_y - 1, pitch, CELL + 1)])
             bottom = max(bottom, cell_y + CELL)
         svg.text(middle, bottom + 14, f"slots {block * size} … {(block + 1) * size - 1}", "mute m")
     return bottom + 26
+
+
+def _letters(number: str, room: int) -> str:
+    """Classes of a number in a cell: as large as there is room for."""
+    return "on m" + (" l" if text_width(number, 13) <= room else "" if text_width(number) <= room else " s")
 
 
 def _runs(tokens, key):

@@ -20,7 +20,7 @@ Run = tuple[int, int]  # places in trace.steps, both included
 class Life:
     """What happened to one request, or to several that share a row.
 
-    Times are in seconds since the first arrival; decodes, prefills, preempted and tokens are places
+    Times are in the story's unit since the first arrival; decodes, prefills, preempted and tokens are places
     in `trace.steps`.
     """
 
@@ -37,6 +37,7 @@ class Life:
     end: float | None = None
     is_cut: bool = False  # ended before its time: cancelled, or by an error
     size: int = 1  # requests
+    first: str = ""  # of several, what the first is called
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +51,7 @@ class Life:
 
 @dataclass
 class Story:
-    """A trace, read. Times are in seconds since the first arrival."""
+    """A trace, read. Times since the first arrival are in seconds, or in steps: see `unit`."""
 
     lives: list[Life]  # in order of arrival
     starts: list[float]  # of the steps
@@ -63,6 +64,7 @@ class Story:
     typical_gap: float  # the median gap between two tokens
     long_prompt: int  # a prompt of more tokens than this stands out
     stalled: Life | None  # the request with the longest gap
+    unit: str  # of all times: "s" or "step"
     _slow: dict[float, list[int]] = field(default_factory=dict)
     _longest: dict[Run, float] = field(default_factory=dict)
 
@@ -77,7 +79,7 @@ class Story:
         return self.stalled is not None and 0 < self.stalled.stall >= 1.5 * self.typical_gap
 
     def gap(self, before: int, after: int) -> float:
-        """Seconds between the tokens of two steps."""
+        """The time between the tokens of two steps."""
         return round(self.ends[after] - self.ends[before], 9)
 
     def gaps(self, lives: list[Life]) -> list[tuple[Run, int]]:
@@ -94,6 +96,12 @@ class Story:
                 change[last + 1] -= 1
         return counts + [((place - 1, place), count) for place, count in enumerate(accumulate(change[:-1])) if count]
 
+    def say(self, time: float) -> str:
+        """A time for people: 4.6 ms, or 6 steps."""
+        if self.unit == "s":
+            return seconds(time)
+        return "1 step" if time == 1 else f"{round(time, 1):g} steps"
+
     def longest_step(self, run: Run) -> float:
         """The longest time between two neighbours in a run of tokens. (Many requests have the same runs.)"""
         if run not in self._longest:
@@ -101,7 +109,7 @@ class Story:
         return self._longest[run]
 
     def long_gaps(self, life: Life, least: float) -> list[Run]:
-        """The places of the two tokens around each gap of at least `least` seconds, in order."""
+        """The places of the two tokens around each gap of at least `least`, in order."""
         if life.num_tokens < 2 or life.stall < least:
             return []
         slow = self._slow_steps(least)
@@ -111,24 +119,40 @@ class Story:
         return sorted(gaps)
 
     def _slow_steps(self, least: float) -> list[int]:
-        """The steps that keep whoever gets a token in each waiting for `least` seconds."""
+        """The steps that keep whoever gets a token in each waiting for at least `least`."""
         if least not in self._slow:
             self._slow[least] = [place for place, gap in enumerate(self.steps) if gap >= least]
         return self._slow[least]
 
 
-def read(trace: Trace, labels: dict[str, str] | None = None) -> Story:
-    """What a picture needs to know of a trace. labels: request -> what to call it."""
+def read(trace: Trace, labels: dict[str, str] | None = None, by: str = "time") -> Story:
+    """What a picture needs to know of a trace.
+
+    labels  request -> what to call it
+    by      "step": all times are counted in steps. So they are with a clock that moves by 1 s in every step, as
+            FakeRunner's does: there are no seconds in such a trace.
+    """
     labels, steps = labels or {}, trace.steps
     requests = sorted(trace.requests.values(), key=lambda request: request.arrival_time)
     zero = min([r.arrival_time for r in requests[:1]] + [step.start for step in steps[:1]], default=0.0)
 
+    moments = [step.start for step in steps]
+
     def since(t: float) -> float:
-        """In whole nanoseconds, so that a clock's offset can't move a pixel."""
-        return round(t - zero, 9)
+        """In whole nanoseconds, so that a clock's offset can't move a pixel; by step, the place in the trace."""
+        if by == "time":
+            return round(t - zero, 9)
+        place = bisect_right(moments, t) - 1
+        if place < 0:
+            return 0.0
+        length = steps[place].end - steps[place].start
+        return round(place + (min(1.0, (t - steps[place].start) / length) if length else 1.0), 9)
 
     lives = {r.name: Life(labels.get(r.name, r.name), r.prompt_tokens, since(r.arrival_time)) for r in requests}
-    starts, ends = [since(step.start) for step in steps], [since(step.end) for step in steps]
+    if by == "time":
+        starts, ends = [since(step.start) for step in steps], [since(step.end) for step in steps]
+    else:
+        starts, ends = [float(place) for place in range(len(steps))], [float(place + 1) for place in range(len(steps))]
     finished = [since(request.finish_time) for request in requests if request.finish_time is not None]
     prompts = sorted(request.prompt_tokens for request in requests) or [0]
     story = Story(
@@ -137,13 +161,13 @@ def read(trace: Trace, labels: dict[str, str] | None = None) -> Story:
         used=_read_steps(trace, lives),
         budget=0, duration=max([*ends[-1:], *finished], default=0.0), typical_gap=0.0,
         long_prompt=max(4 * prompts[len(prompts) // 2], prompts[-9:][0]),  # so at most eight stand out
-        stalled=None,
+        stalled=None, unit="step" if by == "step" or _counts_steps(trace) else "s",
     )  # fmt: skip
     story.budget = trace.config.get("max_num_batched_tokens") or max((d + p for d, p in story.used), default=0)
     for request in requests:
         life = lives[request.name]
         life.stall = _longest_gap(story, life)
-        life.ttft = steps[life.tokens[0][0]].end - request.arrival_time if life.tokens else None
+        life.ttft = ends[life.tokens[0][0]] - life.arrival if life.tokens else None
         life.end = None if request.finish_time is None else since(request.finish_time)
         life.is_cut = request.finish_reason in ("cancelled", "error")
     _read_waits(trace, lives, starts, story.duration)
@@ -151,6 +175,12 @@ def read(trace: Trace, labels: dict[str, str] | None = None) -> Story:
     streams = (life for life in story.lives if life.num_tokens > 1)
     story.stalled = max(streams, key=lambda life: life.stall, default=None)
     return story
+
+
+def _counts_steps(trace: Trace) -> bool:
+    """Does the clock just count the steps?"""
+    ends = [trace.steps[0].start, *(step.end for step in trace.steps)] if trace.steps else []
+    return bool(ends) and all(step.start == before and step.end - before == 1 for before, step in zip(ends, trace.steps, strict=False))
 
 
 def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
@@ -248,6 +278,7 @@ def merged(lives: list[Life]) -> Life:
         preempted=sorted(place for life in lives for place in life.preempted),
         tokens=worst.tokens, stall=worst.stall, ttft=worst.ttft,
         end=None if None in ends else max(ends), is_cut=all(life.is_cut for life in lives), size=len(lives),
+        first=lives[0].label,
     )  # fmt: skip
 
 
@@ -298,8 +329,10 @@ def round_up(number: int) -> int:
         power *= 10
 
 
-def round_times(span: float, most: int) -> list[tuple[float, str]]:
-    """At most `most` + 1 round moments from 0 to `span` seconds, with their labels."""
+def round_times(span: float, most: int, unit: str = "s") -> list[tuple[float, str]]:
+    """At most `most` + 1 round moments from 0 to `span`, with their labels."""
+    if unit == "step":
+        return [(float(t), str(t)) for t in range(0, int(span) + 1, round_up(-(-int(span) // max(1, most))))]
     end = int(span * 1e6 + 0.5)  # whole microseconds: fractions don't add up
     every = round_up(-(-end // max(1, most)))
     factor, unit = (1e6, "s") if end >= 1_000_000 else (1e3, "ms")
@@ -330,18 +363,19 @@ def joined_lines(words: list[str], width: int, join: str) -> list[str]:
 
 def headline(story: Story) -> list[str]:
     """The numbers that sum up a run."""
-    parts = [plural(len(story.lives), "request"), f"{plural(len(story.ends), 'step')} in {seconds(story.duration)}"]
+    parts = [plural(len(story.lives), "request"), plural(len(story.ends), "step")]
+    parts[1] += f" in {seconds(story.duration)}" if story.unit == "s" else ""
     longest = max(story.lives, key=lambda life: life.prompt_tokens, default=None)
     if longest and longest.ttft is not None and longest.prompt_tokens > story.long_prompt:
-        parts.append(f"first token of {longest.label} after {seconds(longest.ttft)}")
+        parts.append(f"first token of {longest.label} after {story.say(longest.ttft)}")
     if story.stalled:
-        parts.append(f"longest gap between two tokens {seconds(story.stalled.stall)}")
+        parts.append(f"longest gap between two tokens {story.say(story.stalled.stall)}")
     return parts
 
 
-def alt_text(trace: Trace, *, labels: dict[str, str] | None = None) -> str:
-    """What a timeline shows, in two sentences with its numbers: for alt= and for the ear."""
-    return describe(read(trace, labels))
+def alt_text(trace: Trace, *, by: str = "time", labels: dict[str, str] | None = None) -> str:
+    """What a timeline shows, in two sentences with its numbers: for alt= and for the ear. Arguments as of `timeline`."""
+    return describe(read(trace, labels, by))
 
 
 def describe(story: Story) -> str:
@@ -357,14 +391,15 @@ def describe(story: Story) -> str:
     parts[1] += f" of up to {plural(max(sizes), 'token')}" if sizes else ""
     parts += [plural(preempted, "preemption")] if preempted else []
     parts += [f"{cut} cancelled"] if cut else []
-    text = f"Timeline of {requests} over {plural(len(story.ends), 'step')} ({seconds(story.duration)}): {', '.join(parts)}."
+    took = f" ({seconds(story.duration)})" if story.unit == "s" else ""
+    text = f"Timeline of {requests} over {plural(len(story.ends), 'step')}{took}: {', '.join(parts)}."
     return text if story.stalled is None else f"{text} {_describe_gap(story, story.stalled)}"
 
 
 def _describe_gap(story: Story, life: Life) -> str:
     """The longest gap, whose it is, and what the engine did meanwhile."""
     before, after = story.long_gaps(life, life.stall)[0]
-    text = f"The longest gap between two tokens is {seconds(life.stall)}"
+    text = f"The longest gap between two tokens is {story.say(life.stall)}"
     if not story.has_stall:
         return f"{text}: every stream flows."
     if any(before < place <= after for place in life.preempted):

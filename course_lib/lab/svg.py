@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from html import escape
 
 PAD = 16  # between the edge of a picture and what is drawn
+# A page shrinks a picture, to 0.6 of its size and less. A gap of 1 would then be there or not by chance.
+GAP = 2  # between neighbouring cells
+LEAST_PITCH = 5  # cells that are nearer than this have no gap at all: they are one bar
 
 # Okabe-Ito colours, for a light and a dark page. The background is the picture's own: inside an
 # <img> it can't see the page's, and a colour that is right on both doesn't exist.
@@ -38,25 +41,28 @@ STYLE = {
     "kept": ("stroke", "#8a8a8a", "#8a8a8a"),
     "cellgrid": ("fill", "#fff", "#111"),
     "write": ("fill", "#222", "#fff"),
-    "part": ("fill", "#fff", "#c4c4c4"),
+    "part": ("fill", "#d0d0d0", "#d0d0d0"),
+    "mesh": ("stroke", "#222", "#111"),
     "shared": ("fill", "#222", "#111"),
+    "queue": ("fill", "#bdbdbd", "#585858"),
 }
 # One colour per owner, in turn; a label says which owner. Dark letters are legible on each.
 OWNERS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7")
 STYLE |= {f"own{number}": ("fill", colour, colour) for number, colour in enumerate(OWNERS)}
-SLANTED = ("first", "preempt", "cancel", "hatch", "kept", "shared")  # lines that are smoothed; all others are crisp
+CRISP = ("wait", "brace", "limit")  # lines that are a pixel wide whatever the size of the picture; all else is smoothed
 
 
 def css() -> str:
     """One rule a kind. The names begin with lm- since a style inline in a page applies to all of it."""
     rules = [
         "svg:root{color-scheme:light dark}.lm-t{font:11px system-ui,sans-serif}.lm-h{font-size:15px;font-weight:600}",
-        ".lm-b{font-weight:600}.lm-m{text-anchor:middle}.lm-e{text-anchor:end}.lm-c{shape-rendering:crispEdges}",
+        ".lm-b{font-weight:600}.lm-m{text-anchor:middle}.lm-e{text-anchor:end}",
     ]
     for name, (what, light, dark) in STYLE.items():
         only = "fill:none;stroke-width:1;" if what == "stroke" else ""
         rules.append(f".lm-{name}{{{only}{what}:{light};{what}:light-dark({light},{dark})}}")
-    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-limit{stroke-dasharray:5 3}.lm-s{font-size:9px}")
+    rules.append(",".join(f".lm-{kind}" for kind in CRISP) + "{shape-rendering:crispEdges;vector-effect:non-scaling-stroke}")
+    rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-limit{stroke-dasharray:5 3}.lm-s{font-size:9px}.lm-l{font-size:13px}")
     rules.append(".lm-first,.lm-preempt,.lm-halo{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
     rules.append(".lm-halo{stroke-width:4}")
     return "".join(rules)
@@ -164,16 +170,16 @@ class Svg:
         """All shapes of one kind in one element; nothing when there are none."""
         data = "".join(shapes)
         if data:
-            crisp = "" if kind in SLANTED else " lm-c"
-            self.parts.append(f'<path class="lm-{kind}{crisp}" d="{data}"/>')
+            self.parts.append(f'<path class="lm-{kind}" d="{data}"/>')
 
     def dashed(self, kind: str, places: list[int], top: int, bottom: int, dash: int, gap: int) -> None:
         """Vertical lines at `places`, an element each: as one path, dashed lines are slow to paint."""
         lines = "".join(f'<path d="M{x} {top}V{bottom}"/>' for x in places)
-        self.parts.append(f'<g class="lm-{kind} lm-c" stroke-dasharray="{dash} {gap}">{lines}</g>')
+        if lines:
+            self.parts.append(f'<g class="lm-{kind}" stroke-dasharray="{dash} {gap}">{lines}</g>')
 
     def text(self, x: int, y: int, text: str, classes: str = "ink") -> None:
-        """classes: a colour, then b bold, s small, m middle or e end of the text at x, halo its edge."""
+        """classes: a colour, then b bold, s small, l large, m middle or e end of the text at x, halo its edge."""
         names = " ".join(f"lm-{name}" for name in classes.split())
         self.parts.append(f'<text x="{x}" y="{y}" class="{names}">{escape(text, quote=False)}</text>')
 

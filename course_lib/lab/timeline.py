@@ -12,19 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
+from typing import NamedTuple
 
 from ..trace import Trace
 from .axis import Axis, check_way, draw_axis, joined
 from .budget import draw_budget
-from .story import Life, Story, describe, grouped, headline, read, round_up, seconds
-from .svg import PAD, Area, Svg, areas, box, cross, diamond, hatch, short, text_width, triangle
+from .story import Life, Story, describe, grouped, headline, read, round_up
+from .svg import GAP, LEAST_PITCH, PAD, Area, Svg, areas, box, cross, diamond, hatch, short, text_width, triangle
 
 # ---- where it goes: seconds and requests -> pixels ------------------------------------------------
 
 TALL, LOW = 28, 3  # from row to row, at most and at least
 ROOM, ROOM_OF_TWO = 480, 200  # for the rows of a picture; of each panel when two are compared
 READABLE = 13  # a bar that can hold text
-HATCHED = 8  # a bar that can hold a hatch
+RADIUS = 6  # of a mark at the edge of a bar, with its halo
+HATCHED = 8  # a bar that can hold a hatch or an outline
 VISIBLE = 12  # a gap that the eye takes for one
 CROWD = 8  # rows that share their strokes: ten times quicker to paint, in Chromium, but an element for each step
 BUDGET_HEIGHT = 52
@@ -38,6 +40,7 @@ class _Row:
     life: Life
     top: int
     bar: int
+    has_gap: bool  # to the row below
 
     @property
     def middle(self) -> int:
@@ -50,7 +53,8 @@ def _make_rows(story: Story, lives: list[Life], top: int, room: int) -> list[_Ro
     rows = []
     for life in lives:
         height = max(pitch, 18) if life.prompt_tokens > story.long_prompt else pitch
-        rows.append(_Row(life, top, height - max(1, height // 5)))
+        gap = max(GAP, height // 5) if height >= LEAST_PITCH else 0
+        rows.append(_Row(life, top, height - gap, gap > 0))
         top += height
     return rows
 
@@ -65,7 +69,7 @@ class _Panel:
     top: int
     rows: list[_Row]
     budget_top: int
-    stall: float  # gaps of at least this many seconds count as a stall
+    stall: float  # gaps of at least this count as a stall, in the story's unit
     table: bool  # numbers at the right of each row
 
     @property
@@ -77,10 +81,10 @@ def _layout(stories: list[Story], titles: list[str], by: str, width: int, room: 
     """The panels, one above the other, on one common axis."""
     lives = [grouped(story, room // LOW) for story in stories]
     labels = [life.label for panel in lives for life in panel]
-    left = PAD + min(max((text_width(label) for label in [*labels, by]), default=0), 130) + 10
+    left = PAD + min(max((text_width(label) for label in [*labels, "steps"]), default=0), 130) + 10
     has_table = width >= 640 and all(len(story.lives) * (READABLE + 3) <= room for story in stories)
     right = width - PAD - (2 * COLUMN if has_table else 0)
-    span = max((len(s.ends) if by == "step" else s.duration) for s in stories)
+    span = max(story.duration for story in stories)
     worst = max((story.stalled.stall for story in stories if story.stalled), default=0.0) or inf
     stall = max(worst / 2, 3 * max(story.typical_gap for story in stories))
     panels, top = [], 0
@@ -117,7 +121,7 @@ def _stalls(panel: _Panel, life: Life) -> list[tuple[int, int]]:
 # ---- how it looks: pixels -> SVG ------------------------------------------------------------------
 
 # From the back to the front.
-KINDS = ("stall", "stream", "wait", "prefill", "hatch", "decode", "end", "first", "preempt", "cancel")
+KINDS = ("stall", "stream", "queue", "wait", "prefill", "hatch", "decode", "end", "first", "preempt", "cancel")
 LEGEND = {
     "decode": "decode: one token",
     "prefill": "prefill chunk",
@@ -137,23 +141,31 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
     for row in panel.rows:
         life, top, bar = row.life, row.top, row.bar
         radius = max(2, min(5, bar // 3))
-        touching = 1 if bar >= READABLE else 2  # in a low row, neighbours become one
+        touching = 1 if bar >= READABLE else GAP + 1  # in a low row, neighbours become one
         shapes["stall"] += [box(*stall, top, bar) for stall in _stalls(panel, life)]
         waits = joined(((axis.px(start), axis.px(end) - 1) for start, end, _ in life.waits), touching)
-        shapes["wait"] += [box(*run, top, bar - 1) for run in waits]
-        if life.tokens and bar > 3:
+        if bar >= HATCHED:
+            shapes["wait"] += [box(*run, top, bar - 1) for run in waits]
+        else:  # outlines of low rows would be stripes
+            shapes["queue"] += [box(left, right + 1, top, bar) for left, right in waits]
+        if life.tokens and row.has_gap:
             line = (axis.ends[life.tokens[0][0]], axis.ends[life.tokens[-1][1]])
             shapes["stream"] += [box(*piece, row.middle, 1) for piece in _without(line, waits)]
         chunks = [axis.cells[place] for place, _, _ in life.prefills]
         shapes["prefill"] += [box(*run, top, bar) for run in joined(chunks, 1)]
         if bar >= HATCHED:
-            shapes["hatch"] += [hatch(*chunk, top, bar) for chunk in chunks]
+            labels = {label.place: label for label in _chunk_labels(axis, row)}
+            shapes["hatch"] += [
+                hatch(*piece, top, bar)
+                for place, _, _ in life.prefills
+                for piece in _without(axis.cells[place], [labels[place].room] if place in labels else [])
+            ]
         inset = _inset(bar)
         if axis.has_gaps and touching == 1:
             shapes["decode"] += [axis.stamped(run, top + inset, bar - 2 * inset) for run in life.decodes]
         elif not axis.has_ticks:
             bars = axis.bars(life.decodes, max(axis.join, touching))
-            shapes["decode"] += [box(*run, top + inset, bar - 2 * inset) for run in bars]
+            shapes["decode"] += [box(*run, top + inset, bar - 2 * inset) for run in bars if not axis.is_tick(run)]
         if life.tokens:
             shapes["first"].append(diamond(axis.ends[life.tokens[0][0]], row.middle, radius))
         shapes["preempt"] += [triangle(axis.starts[place], row.middle, max(3, radius)) for place in life.preempted]
@@ -167,25 +179,29 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
 
 
 def _draw_ticks(svg: Svg, panel: _Panel) -> None:
-    """A stroke per token. A crowd whose tokens come in the same steps shares its strokes, which are then dashed."""
+    """A stroke per token; among bars, per token that stands alone.
+
+    A crowd whose tokens come in the same steps shares its strokes, which are then dashed.
+    """
     strokes, axis = [], panel.axis
     for _, group in groupby(panel.rows, key=lambda row: (row.life.decodes, row.bar)):
         rows = list(group)
         decodes, bar = rows[0].life.decodes, rows[0].bar
         inset = _inset(bar)
         height = bar - 2 * inset
-        if len(rows) < CROWD:
+        if len(rows) >= CROWD:
+            top, bottom = rows[0].top + inset, rows[-1].top + inset + height
+            svg.dashed("tick", axis.strokes(decodes), top, bottom, height, rows[1].top - rows[0].top - height)
+        elif axis.has_ticks:
             strokes += [axis.stamped(run, row.top + inset, height) for row in rows for run in decodes]
         else:
-            middles = [axis.ends[place] - 1 for first, last in decodes for place in range(first, last + 1)]
-            top, bottom = rows[0].top + inset, rows[-1].top + inset + height
-            svg.dashed("tick", middles, top, bottom, height, rows[1].top - rows[0].top - height)
+            strokes += [f"M{x} {row.top + inset}v{height}" for row in rows for x in axis.strokes(decodes)]
     svg.path("tick", strokes)
 
 
 def _inset(bar: int) -> int:
     """How much lower than the bar a token is, above and below."""
-    return max(1, bar // 5) if bar > 3 else 0
+    return max(1, bar // 5) if bar > LEAST_PITCH else 0
 
 
 def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
@@ -198,7 +214,7 @@ def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
     draw_axis(svg, axis, panel.rows[0].top if panel.rows else panel.budget_top, panel.bottom)
     for kind, subpaths in shapes.items():
         svg.path(kind, subpaths)
-        if kind == "decode" and axis.has_ticks:
+        if kind == "decode" and axis.by == "time":
             _draw_ticks(svg, panel)
     _draw_row_texts(svg, panel)
     _draw_regions(svg, panel)
@@ -226,13 +242,17 @@ def _draw_headline(svg: Svg, y: int, story: Story) -> None:
 
 def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
     """Labels at the left, token ranges and reasons in the bars, numbers at the right."""
-    axis = panel.axis
-    for row in _labelled(panel.rows):
-        svg.text(axis.left - 10, row.middle + 4, short(row.life.label, axis.left - PAD - 10), "ink e")
+    axis, labelled = panel.axis, _labelled(panel.rows)
+    is_all = len(labelled) == len(panel.rows)
+    for row in labelled:
+        label = row.life.label if is_all else row.life.first or row.life.label  # a scale like an axis's: what its marks stand for is in the legend
+        svg.text(axis.left - 10, row.middle + 4, short(label, axis.left - PAD - 10), "ink e")
     for row in panel.rows:
         if row.bar < READABLE:
             continue
-        _draw_bar_texts(svg, axis, row)
+        for label in _chunk_labels(axis, row):
+            svg.text(sum(label.room) // 2, row.middle + 4, label.text, label.classes)
+        _draw_reasons(svg, axis, row)
         if panel.table:
             _draw_numbers(svg, panel, row)
     if panel.table and panel.rows:
@@ -240,30 +260,49 @@ def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
             svg.text(axis.right + (column + 1) * COLUMN, panel.rows[0].top - 10, words, "mute e")
 
 
-def _draw_bar_texts(svg: Svg, axis: Axis, row: _Row) -> None:
-    life, radius = row.life, 6
-    if life.size > 1:
-        return
-    for place, first, last in life.prefills:
+class _Label(NamedTuple):
+    """The range of tokens in a chunk's bar, and the pixels from left to right that it takes: no hatch is under it."""
+
+    place: int
+    room: tuple[int, int]
+    text: str
+    classes: str
+
+
+def _chunk_labels(axis: Axis, row: _Row) -> list[_Label]:
+    """Of every chunk that has room for one."""
+    life, labels = row.life, []
+    if row.bar < READABLE:
+        return labels
+    for place, first, last in life.prefills if life.size == 1 else []:
         left, right = axis.cells[place]
-        is_marked = bool(life.tokens) and life.tokens[0][0] == place
+        right -= RADIUS if life.tokens and life.tokens[0][0] == place else 0
         text = f"{first}–{last}" if last > first else str(first)
-        _text_in_bar(svg, left, right - radius * is_marked, row, text, "on m")
+        for size, larger in ((13, " l"), (11, "")):
+            if text_width(text, size) + 4 <= right - left and size <= row.bar:
+                middle, half = (left + right) // 2, text_width(text, size) // 2 + 1
+                labels.append(_Label(place, (middle - half, middle + half), text, "on m" + larger))
+                break
+    return labels
+
+
+def _draw_reasons(svg: Svg, axis: Axis, row: _Row) -> None:
+    life = row.life
     marks = [axis.starts[place] for place in life.preempted]
-    for start, end, reason in life.waits:
+    for start, end, reason in life.waits if life.size == 1 else []:
         left, right = axis.px(start), axis.px(end)
         cuts = [left, *(x for x in marks if left <= x <= right), right]
         room = max(zip(cuts, cuts[1:], strict=False), key=lambda pair: pair[1] - pair[0])
-        _text_in_bar(svg, room[0] + radius, room[1] - radius, row, reason, "ink m")
+        _text_in_bar(svg, room[0] + RADIUS, room[1] - RADIUS, row, reason, "ink m")
 
 
 def _draw_numbers(svg: Svg, panel: _Panel, row: _Row) -> None:
     life, right = row.life, panel.axis.right
     if life.ttft is not None:
-        svg.text(right + COLUMN, row.middle + 4, seconds(life.ttft), "ink e")
+        svg.text(right + COLUMN, row.middle + 4, panel.story.say(life.ttft), "ink e")
     if life.num_tokens > 1:
         is_stall = life.stall >= panel.stall
-        svg.text(right + 2 * COLUMN, row.middle + 4, seconds(life.stall), "warn e b" if is_stall else "ink e")
+        svg.text(right + 2 * COLUMN, row.middle + 4, panel.story.say(life.stall), "warn e b" if is_stall else "ink e")
 
 
 def _text_in_bar(svg: Svg, left: int, right: int, row: _Row, text: str, classes: str) -> None:
@@ -283,7 +322,8 @@ def _draw_regions(svg: Svg, panel: _Panel) -> None:
         for area in largest[:2]:
             label = area.label(reason)
             if area.bottom - area.top >= 12 and all(label.is_apart(other) for other in taken):
-                svg.text((label.left + label.right) // 2, label.top + 11, reason, "ink m halo")
+                svg.path("bg", [box(label.left, label.right, label.top, label.bottom - label.top)])
+                svg.text((label.left + label.right) // 2, label.top + 11, reason, "ink m")
                 taken.append(label)
 
 
@@ -320,28 +360,38 @@ def _draw_stall(svg: Svg, panel: _Panel) -> None:
     least = life.stall * 9 / 10
     also = sum(any(a < after and b > before for a, b in story.long_gaps(other, least)) for other in story.lives)
     who = f"{also} streams" if also > 1 else short(life.label, 130)
-    text = f"{who}: no token for {seconds(life.stall)}"
+    text = f"{who}: no token for {story.say(life.stall)}"
     half = text_width(text, 12) // 2
     middle = max(PAD + half, min(axis.right - half, (left + right) // 2))
     svg.path("brace", [f"M{left} {y}v-5H{right}v5"])
     svg.text(middle, y - 10, text, "warn m b")
 
 
-def _draw_legend(svg: Svg, words: dict[str, str], stories: list[Story], y: int) -> int:
+def _draw_legend(svg: Svg, kinds: set[str], panels: list[_Panel], y: int) -> int:
     """One entry per kind that is there, wrapped to the width; returns the bottom."""
     x = PAD
-    for kind, text in words.items():
+    reasons = sorted({reason for panel in panels for reason in panel.story.reasons})
+    for kind, text in LEGEND.items():
+        if kind not in kinds and not (kind == "wait" and "queue" in kinds):
+            continue
         if kind == "wait":
-            reasons = sorted({reason for story in stories for reason in story.reasons})
-            text = ": ".join([text, ", ".join(reasons[:3]) + (" …" if len(reasons) > 3 else "")][: 1 + bool(reasons)])
+            text += f": {', '.join(reasons)}" if reasons else ""
         if x > PAD and x + 22 + text_width(text) > svg.width - PAD:
             x, y = PAD, y + 18
+        if kind == "wait" and "queue" in kinds:
+            svg.path("queue", [box(x, x + 16, y, 10)])
         if kind == "prefill":
             svg.path(kind, [box(x, x + 16, y, 10)])
             kind = "hatch"
         svg.path(kind, [SWATCHES.get(kind, lambda x, y: box(x, x + 16, y, 10))(x, y)])
         svg.text(x + 22, y + 9, text)
         x += 22 + text_width(text, 10) + 18
+    most = max((life.size for panel in panels for life in (row.life for row in panel.rows)), default=1)
+    if most > 1:
+        text = f"a row is up to {most} requests in order of arrival, named by its first"
+        if x > PAD and x + text_width(text) > svg.width - PAD:
+            x, y = PAD, y + 18
+        svg.text(x, y + 9, short(text, svg.width - 2 * PAD))
     return y + 14
 
 
@@ -370,6 +420,7 @@ def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: in
          desc: str = "", room: int | None = None) -> Drawing:  # fmt: skip
     """A title, the legend, and a panel per story; a story that is alone needs no title of its own.
 
+    by: the way the stories were read.
     room: pixels for the rows of a panel, however many there are.
     """
     if width < 320:
@@ -385,7 +436,7 @@ def draw(stories: list[Story], titles: list[str], *, by: str = "time", width: in
     body = Svg(width)
     panels = _layout(stories, titles, by, width, room or (ROOM if len(stories) == 1 else ROOM_OF_TWO))
     kinds = set().union(*(_draw_panel(body, panel) for panel in panels))
-    y = _draw_legend(svg, {kind: words for kind, words in LEGEND.items() if kind in kinds}, stories, y) + 10
+    y = _draw_legend(svg, kinds, panels, y) + 10
     svg.parts += [f'<g transform="translate(0 {y})">', *body.parts, "</g>"]
     height = y + panels[-1].bottom + 34
     return Drawing(svg.page(height, title or "Timeline", desc), width, height, panels, y)
@@ -400,20 +451,23 @@ def timeline(trace: Trace, *, by: str = "time", width: int = 960, title: str | N
     width   pixels; the height follows from the number of requests
     labels  request -> what to call it
     """
-    story = read(trace, labels)
+    check_way(by)
+    story = read(trace, labels, by)
     return draw([story], [""], by=by, width=width, title=title or "", desc=describe(story)).svg
 
 
 def compare(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), by: str = "time", width: int = 960,
             title: str | None = None, labels: dict[str, str] | None = None) -> str:  # fmt: skip
     """The same requests under two settings, one above the other, on the same axis."""
-    stories = [read(a, labels), read(b, labels)]
+    check_way(by)
+    stories = [read(a, labels, by), read(b, labels, by)]
     return draw(stories, list(titles), by=by, width=width, title=title or "", desc=describe_two(stories, titles)).svg
 
 
-def compare_alt(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), labels: dict[str, str] | None = None) -> str:
+def compare_alt(a: Trace, b: Trace, *, titles: tuple[str, str] = ("A", "B"), by: str = "time",
+                labels: dict[str, str] | None = None) -> str:  # fmt: skip
     """What `compare` shows, in words."""
-    return describe_two([read(a, labels), read(b, labels)], titles)
+    return describe_two([read(a, labels, by), read(b, labels, by)], titles)
 
 
 def describe_two(stories: list[Story], titles) -> str:

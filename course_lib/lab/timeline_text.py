@@ -6,7 +6,8 @@ from bisect import bisect_right
 from itertools import groupby
 
 from ..trace import Trace
-from .story import Life, Story, grouped, headline, read, round_steps, round_times, seconds
+from .axis import check_way
+from .story import Life, Story, grouped, headline, read, round_steps, round_times
 
 # kind -> (ASCII, Unicode, colour of a 256-colour terminal); prefill takes the digits of `_chunk_glyph`.
 GLYPHS = {
@@ -20,7 +21,7 @@ GLYPHS = {
     "budget": ("", "", 245),
     "none": (" ", " ", 0),
 }
-NUMBERS = 9  # characters of each of the two columns of numbers
+NUMBERS = 10  # characters of each of the two columns of numbers
 
 Cell = tuple[str, str]  # (kind, character)
 
@@ -29,8 +30,6 @@ class _Columns:
     """Steps and moments -> columns."""
 
     def __init__(self, story: Story, by: str, most: int) -> None:
-        if by not in ("time", "step"):
-            raise ValueError(f"by={by!r} is not known: it must be 'time' or 'step'")
         steps = len(story.ends)
         self.story, self.by = story, by
         self.count = max(1, most if by == "time" else min(most, steps))
@@ -95,7 +94,7 @@ def _write_stall(cells: list[Cell], story: Story, columns: _Columns) -> None:
     """Write the longest gap into the row where it happened."""
     before, after = story.long_gaps(story.stalled, story.stalled.stall)[0]
     where = range(columns.ends[before] + 1, columns.ends[after])
-    _write(cells, "stream", where, f" no token for {seconds(story.stalled.stall)} ")
+    _write(cells, "stream", where, f" no token for {story.say(story.stalled.stall)} ")
 
 
 def _budget_row(columns: _Columns, unicode: bool) -> list[Cell]:
@@ -116,7 +115,7 @@ def _axis_row(columns: _Columns) -> str:
     """Round times or step numbers, each starting at its column."""
     story, row, width = columns.story, "", columns.count
     if columns.by == "time":
-        ticks = [(columns.at(t), label) for t, label in round_times(story.duration, width // 12)]
+        ticks = [(columns.at(t), label) for t, label in round_times(story.duration, width // 12, story.unit)]
     else:
         ticks = [(columns.starts[place], label) for place, label in round_steps(story.numbers, width // 6)]
     for column, label in ticks:
@@ -156,7 +155,8 @@ def timeline_text(trace: Trace, *, by: str = "time", width: int = 100, color: bo
     unicode  block characters instead of ASCII
     max_rows rows at most; with more requests, neighbours share one
     """
-    story = read(trace, labels)
+    check_way(by)
+    story = read(trace, labels, by)
     lives = grouped(story, max_rows)
     margin = min(16, max([len(life.label) for life in lives] + [len("budget")]))
     columns = _Columns(story, by, max(10, width - margin - 3 - 2 * NUMBERS))
@@ -170,10 +170,10 @@ def timeline_text(trace: Trace, *, by: str = "time", width: int = 100, color: bo
         columns_of_numbers = "".join(f"{number:>{NUMBERS}}" for number in numbers).rjust(2 * NUMBERS)
         return f"{label:<{margin}} {edge}{body}{edge}{columns_of_numbers}"
 
-    lines = [", ".join(headline(story)), legend, line(by, _axis_row(columns), "TTFT", "max gap", edge=" ")]
+    lines = [", ".join(headline(story)), legend, line("steps" if by == "time" and story.unit == "step" else by, _axis_row(columns), "TTFT", "max gap", edge=" ")]
     for life, cells in zip(lives, rows, strict=True):
-        ttft = "" if life.ttft is None else seconds(life.ttft)
-        lines.append(line(life.label, _join(cells, color), ttft, seconds(life.stall) if life.num_tokens > 1 else ""))
+        ttft = "" if life.ttft is None else story.say(life.ttft)
+        lines.append(line(life.label, _join(cells, color), ttft, story.say(life.stall) if life.num_tokens > 1 else ""))
     scale = "full = █" if unicode else "0-9: tenths, #: full"
     lines.append(line("budget", _join(_budget_row(columns, unicode), color)))
     lines.append(f"budget: tokens per step of {story.budget} ({scale})")
