@@ -30,18 +30,21 @@ NEEDS_TRITON := import importlib.util as u, sys, torch; sys.exit(sys.platform ==
 # Jupyter refuses to run as root (in a container, say) unless told that this is meant.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u 2>/dev/null)),--allow-root)
 
-.PHONY: help lab test browser demo notebooks site bench gpu-check doctor clean
+.PHONY: help lab test test-all browser demo notebooks site site-lessons bench gpu-check doctor audit clean
 
 help:
 	@echo "make lab        open the course in JupyterLab, at lesson 00"
-	@echo "make test       run all tests"
+	@echo "make test       run all tests but the long ones, which work through lessons in a browser"
+	@echo "make test-all   run all tests"
 	@echo "make browser    install Chromium for the browser tests, where that can be done"
 	@echo "make demo       see the stall, and chunked prefill removing it, in this terminal"
 	@echo "make notebooks  build the notebooks from their sources"
 	@echo "make site       build the scheduler lab as a static web page, in build/site (needs npm)"
+	@echo "make site-lessons  build lesson 08 and some exercises to run in a browser, in build/lessons (needs npm)"
 	@echo "make bench      measure the engine on this machine"
 	@echo "make gpu-check  test the GPU kernels on this machine's GPU, and measure them"
 	@echo "make doctor     say what is installed, what is missing, and what to do about it"
+	@echo "make audit      look over versions, licences, secrets, and what the code trusts"
 	@echo "make clean      delete .venv and what Python leaves behind"
 
 lab: $(STAMP)
@@ -49,6 +52,9 @@ lab: $(STAMP)
 		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ALLOW_ROOT) $(LAB_ARGS)
 
 test: $(STAMP) browser
+	$(RUN) -m pytest -m "not long" $(ARGS)
+
+test-all: $(STAMP) browser
 	$(RUN) -m pytest $(ARGS)
 
 # The views are tested in a real JupyterLab in Chromium. Without one those tests are skipped, and say so.
@@ -67,6 +73,9 @@ notebooks: $(STAMP)
 site:
 	"$(PYTHON)" tools/build_site.py $(ARGS)
 
+site-lessons:
+	"$(PYTHON)" tools/build_lessons_site.py
+
 bench: $(STAMP)
 	$(RUN) -m course_lib bench $(ARGS)
 
@@ -75,6 +84,9 @@ gpu-check: $(STAMP)
 
 doctor: $(STAMP)
 	$(RUN) -m course_lib doctor $(ARGS)
+
+audit: $(STAMP)
+	$(RUN) tools/audit.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis

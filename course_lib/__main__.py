@@ -1,4 +1,4 @@
-"""python -m course_lib demo | simulate | check | bench | gpu-check | doctor | fetch"""
+"""python -m course_lib demo | simulate | check | bench | results | gpu-check | doctor | fetch"""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         help="ladder and chunks with the tiny model and small sizes: only to see whether all of it runs")  # fmt: skip
     bench.add_argument("--contenders", nargs="+", metavar="NAME", help="of throughput (default: all that are installed)")
     bench.add_argument("--vllm-venv", default=".venv-vllm", metavar="FOLDER", help="where vLLM's CPU build is (default .venv-vllm)")
+    bench.add_argument("--traces", nargs="+", default=[], metavar="FILE", help="of traffic: Azure's .csv, Mooncake's .jsonl")
     bench.add_argument("--url", help="measure an OpenAI-compatible server with the demo's workload instead, from the client's side")
     bench.add_argument("--model", help="with --url: the model's name there (default: the first that it lists)")
     bench.add_argument("--chunk", type=positive, help="with --url: this engine's chunk size beside it (default: whole prompts)")
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     gpu = commands.add_parser("gpu-check", help="test the GPU kernels on this GPU and measure them beside other libraries")
     gpu.add_argument("--out", metavar="FILE", help="where the measurements go, as JSON (default bench/results/gpu_check.json)")
     gpu.add_argument("--dry-run", action="store_true", help="on the CPU with tiny sizes: only to see whether all of it runs")
+    commands.add_parser("results", help="write docs/results.md and its pictures from the measurements in bench/results")
     commands.add_parser("doctor", help="what is installed, what will be used, what to do about anything missing")
     commands.add_parser("fetch", help="get the small model and convert it, once")
     args = parser.parse_args(argv)
@@ -92,6 +94,10 @@ def main(argv: list[str] | None = None) -> int:
         from .bench import main as command
 
         return command(args)
+    if args.command == "results":
+        from .bench.results_page import main as command
+
+        return command()
     from . import doctor
 
     return doctor.run() if args.command == "doctor" else doctor.fetch()

@@ -108,8 +108,6 @@ def capacity(
     The rate is 0 when even start / 2**20 fails: then the targets are out of reach for a request alone. A short
     workload flatters: its queue has no time to grow. Raises ValueError when no rate fails up to start × 2**20.
     """
-    check_number("start", start, "above 0 requests a second", lambda x: x > 0)
-    check_number("tolerance", tolerance, "above 0 and below 1", lambda x: 0 < x < 1)
     tried: list[tuple[float, Goodput, bool]] = []
 
     def is_met(rate: float) -> bool:
@@ -117,15 +115,25 @@ def capacity(
         tried.append((rate, result, result.meets(targets)))
         return tried[-1][2]
 
+    return Capacity(highest_rate(is_met, start, tolerance), tuple(tried))
+
+
+def highest_rate(is_met: Callable[[float], bool], start: float, tolerance: float, doublings: int = 20) -> float:
+    """The highest rate for which `is_met(rate)` holds, by bisection as in `capacity`, given that it holds for all below.
+
+    0.0 when even start / 2**doublings fails; ValueError when no rate fails up to start × 2**doublings.
+    """
+    check_number("start", start, "above 0 requests a second", lambda x: x > 0)
+    check_number("tolerance", tolerance, "above 0 and below 1", lambda x: 0 < x < 1)
     low, high = 0.0, start
     if is_met(start):
         low = start
         while is_met(high := low * 2):
             low = high
-            if low >= start * 2**20:
+            if low >= start * 2**doublings:
                 raise ValueError(f"start={start}: the targets are met at every rate up to {low:g}; give a longer workload")
     else:
-        while high > start / 2**20:
+        while high > start / 2**doublings:
             if is_met(high / 2):
                 low = high / 2
                 break
@@ -133,4 +141,4 @@ def capacity(
     while low and high - low > tolerance * low:
         middle = (low + high) / 2
         low, high = (middle, high) if is_met(middle) else (low, middle)
-    return Capacity(low, tuple(tried))
+    return low

@@ -11,7 +11,7 @@ class SequenceStatus(Enum):
     """Where a request is.
 
     WAITING     nothing computed, no blocks
-    PREFILLING  part of its known tokens is in the KV cache; it holds blocks, it has no output yet
+    PREFILLING  part of its known tokens is in the KV cache; it holds blocks, it can't decode yet
     RUNNING     all but its newest token are in the KV cache; one token a step
     FINISHED    ended; holds nothing
     """

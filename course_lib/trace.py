@@ -7,6 +7,7 @@ changes, so a step costs what changed in it; `reasons_at` and `owners_at` play t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,36 @@ class ChunkRecord(NamedTuple):
     num_tokens: int
     kind: str
     is_last: bool
+
+
+class Chunks(Sequence):
+    """The chunks of a step, kept as columns: `columns` has a tuple for each field of ChunkRecord.
+
+    A record is made when it is looked at. Most never are, and there is one for every running request in every step.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, chunks: Iterable[ChunkRecord] = ()) -> None:
+        self.columns = tuple(zip(*chunks, strict=True)) or ((),) * len(ChunkRecord._fields)
+
+    def append(self, chunk: ChunkRecord) -> None:
+        self.columns = Chunks([*self, chunk]).columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> Iterator[ChunkRecord]:
+        return map(ChunkRecord, *self.columns)
+
+    def __getitem__(self, place):
+        return list(self)[place] if isinstance(place, slice) else ChunkRecord(*(column[place] for column in self.columns))
+
+    def __eq__(self, other) -> bool:
+        return list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 @dataclass
@@ -58,7 +89,7 @@ class StepRecord:
     index: int = 0
     start: float = 0.0
     end: float = 0.0
-    chunks: list[ChunkRecord] = field(default_factory=list)
+    chunks: Chunks = field(default_factory=Chunks)
     reasons: dict[str, str | None] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
@@ -68,6 +99,10 @@ class StepRecord:
     blocks_free: int = 0
     blocks_cached: int = 0
     owners: list[tuple[int, str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunks, Chunks):
+            self.chunks = Chunks(self.chunks)
 
     @property
     def decode_tokens(self) -> int:
@@ -144,7 +179,7 @@ class Trace:
                 "format": "course_lib.trace/1",
                 "config": self.config,
                 "requests": [asdict(request) for request in self.requests.values()],
-                "steps": [asdict(step) for step in self.steps],
+                "steps": [vars(step) | {"chunks": list(step.chunks)} for step in self.steps],
             },
             separators=(",", ":"),
         )

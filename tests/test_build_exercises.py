@@ -104,6 +104,13 @@ def test_the_first_cell_says_whose_notebook_it_is(built):
     assert "yours to work in" in built.exercise.read_text() and "Type and run here" in built.solution.read_text()
 
 
+def test_the_titles_tell_exercises_from_solutions(course):
+    course.write(SOURCE.replace("# # 01 · Exercises", "# # Exercises 01 · Adding"))
+    exercise, solution = (builder.find_jobs([kind], course.root, [])[0].nb for kind in (builder.EXERCISES, builder.SOLUTIONS))
+    assert exercise.cells[0].source.startswith("# Exercises 01 · Adding\n")
+    assert solution.cells[0].source.startswith("# Solutions 01 · Adding\n")
+
+
 def test_building_twice_changes_no_byte(built):
     before = built.exercise.read_bytes(), built.solution.read_bytes()
     assert built.build() == 0

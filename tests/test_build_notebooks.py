@@ -41,7 +41,7 @@ json.loads("{", object_hook=lambda pairs: pairs)
 import os, uuid
 from IPython.display import display
 view = {"model_id": uuid.uuid4().hex, "version_major": 2, "version_minor": 0}
-display({"application/vnd.jupyter.widget-view+json": view, "text/plain": "slider at 3"}, raw=True)
+display({"application/vnd.jupyter.widget-view+json": view, "text/plain": "slider at 3", "text/html": "<b>3</b>"}, raw=True)
 
 # %%
 print(os.path.basename(os.getcwd()))
@@ -264,6 +264,14 @@ FAULTS = {
     "widgets.Output": (TITLE + "# %%\nwidgets.Output()\n", "widgets.Output"),
     "a skipped cell": (TITLE + '# %% tags=["nbval-skip"]\n1\n', "tag nbval-skip"),
     "an image without alt text": (TITLE + "# %% [markdown]\n# ![](blocks.png)\n", "image without alt text"),
+    "a drawing that would wrap": (TITLE + f"# %% [markdown]\n# ```text\n# {'x' * 71}\n# ```\n",
+                                  "cell 01_tiny-01: a line of 71 characters in a fenced block, the limit is 70"),
+    "a drawing in a list that would wrap": (TITLE + f"# %% [markdown]\n# 1. a\n#\n#    ```\n#    {'x' * 68}\n#    ```\n",
+                                            "a line of 71 characters"),
+    "a fold that isn't rendered": (TITLE + "# %% [markdown]\n# <details><summary>Hint</summary>\n# *a*\n#\n# </details>\n",
+                                   "cell 01_tiny-01: no blank line after </summary>"),
+    "text right behind a fold": (TITLE + "# %% [markdown]\n# <details><summary>A</summary>\n#\n# a\n# </details>\n# *b*\n",
+                                 "no blank line after </details>"),
 }
 
 
@@ -279,8 +287,9 @@ def test_a_fault_in_a_source_is_named_before_anything_runs(course, capsys, fault
 
 def test_what_only_looks_like_a_fault_is_built(course):
     course.write("# ---\n# jupyter:\n#   kernelspec: x\n# ---\n\n" + TITLE
-                 + '# %%\na = 1; b = 2  # no ; here\ntext = "a;"\ncss = """\na { b: c; };\n"""\ninteraction = print\n')
-    assert len(builder.find_jobs([builder.LESSONS], course.root, ["01"])[0].nb.cells) == 2
+                 + '# %%\na = 1; b = 2  # no ; here\ntext = "a;"\ncss = """\na { b: c; };\n"""\ninteraction = print\n'
+                 + f"# %% [markdown]\n# {'x' * 71}\n#\n# ```text\n# {'x' * 70}\n# ```\n#\n# `</summary>` ends a title.\n")
+    assert len(builder.find_jobs([builder.LESSONS], course.root, ["01"])[0].nb.cells) == 3
 
 
 def test_a_file_name_with_capitals_is_named(course, capsys):

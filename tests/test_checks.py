@@ -172,6 +172,17 @@ def patient(numbers):
         time.sleep(0.01)
 
 
+def test_where_no_thread_can_start_a_check_works_without_its_time_limit(double, monkeypatch):
+    """As in a browser: Pyodide has none."""
+
+    def no_threads(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_threads)
+    assert run_exercise(double, (right,)).state == "green"
+    assert run_exercise(double, (lambda numbers: numbers,)).state == "red"
+
+
 @pytest.mark.parametrize("answer", [endless, stubborn, patient])
 def test_an_endless_loop_is_stopped(double, answer):
     start = time.monotonic()

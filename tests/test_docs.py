@@ -1,12 +1,12 @@
 """The documents say what is: links lead somewhere, commands exist, tables agree with the lessons, the exercises and the lab."""
 
 import contextlib
-import fnmatch
 import functools
 import io
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
@@ -19,6 +19,9 @@ from course_lib.checks.concepts import CONCEPTS
 from course_lib.lab.scheduler_lab import PRESETS, Lab
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from build_notebooks import images_without_alt  # noqa: E402 (it is a script beside the package, not in it)
+
 LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)  # not what a learner adds
 FILES = [name for name in LISTED.stdout.splitlines() if (ROOT / name).is_file()]
 DOCUMENTS = [name for name in FILES if name.endswith(".md")]
@@ -90,6 +93,19 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize("text", ["[x](docs/none.md)", "[x](docs/teaching.md#none)", "[x](#none)", "![x](none.png)", "<img alt='' src='none.png'>", "[x](../..)"])
 def test_a_link_that_leads_nowhere_is_seen(text):
     assert list(broken("README.md", text))
+
+
+# ---- pictures
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "site/index.html"])
+def test_every_picture_has_words(name):
+    """(Those in notebooks: test_notebooks_guard.py.)"""
+    assert not images_without_alt(without_code((ROOT / name).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("text", ["![](a.png)", "![ ](a.png)", "<img src='a.png'>", "<img src='a.png' alt=''>"])
+def test_a_picture_without_words_is_seen(text):
+    assert images_without_alt(text)
 
 
 # ---- names of files
@@ -169,27 +185,9 @@ def test_a_command_that_is_not_there_is_seen(command):
     assert list(wrong_commands(f"Run `{command}`.")) and list(wrong_commands(f"```bash\n{command}\n```\n"))
 
 
-# ---- what is from others
+# ---- what is from others (the files themselves: test_audit.py)
 
-CODE = {".py", ".ipynb", ".md", ".toml", ".yml", ".c", ".js", ".mjs", ".html", ".css", ".cfg"}
-SETTINGS = ("Makefile", ".gitignore", ".gitattributes", ".ci/*", ".devcontainer/*", ".github/*")
 THIRD_PARTY = (ROOT / "docs" / "third_party.md").read_text(encoding="utf-8")
-
-
-def test_every_file_that_is_no_code_has_an_origin_and_a_licence():
-    named = {file.strip("`"): (origin, licence) for file, _, origin, licence in rows(THIRD_PARTY, "Files that aren't code")}
-    assert all(all(cells) for cells in named.values())
-    others = [file for file in FILES if Path(file).suffix not in CODE and not any(fnmatch.fnmatch(file, pattern) for pattern in SETTINGS)]
-    unnamed = [file for file in others if not any(fnmatch.fnmatch(file, pattern) for pattern in named)]
-    assert not unnamed, f"docs/third_party.md doesn't say whose these are: {unnamed}"
-    assert all(fnmatch.filter(others, pattern) for pattern in named), "a row without a file"
-
-
-def test_no_code_carries_somebody_elses_notice():
-    notice = re.compile(r"copyright (\(c\)|©|\d{4})|SPDX-License-Identifier|all rights reserved", re.I)
-    own = {"LICENSE", "tests/test_docs.py"}
-    found = [file for file in FILES if file not in own and Path(file).suffix != ".png" and notice.search((ROOT / file).read_text(encoding="utf-8"))]
-    assert not found, f"name their origin and licence in docs/third_party.md: {found}"
 
 
 def test_what_the_static_page_bundles_is_named():

@@ -152,8 +152,12 @@ def test_the_committed_notebooks_are_what_their_sources_say(kind):
         assert built.metadata.course.built == builder.read_source(source, label, kind).metadata.course.built, f"{built.metadata.course.source}: build again"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+LONG = {"01", "04", "05", "07", "10", "11", "99"}  # their lines of set-up load the model, or compute for long
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(path, marks=pytest.mark.long if path.stem[:2] in LONG else ()) for path in SOURCES], ids=lambda path: path.stem
+)
 def test_a_stubbed_notebook_runs_through_and_fails_only_where_it_is_tagged(source, tmp_path):
     nb = builder.read_source(source, source.relative_to(ROOT).as_posix(), builder.EXERCISES)
     manager = builder.AsyncKernelManager(kernel_name="python3", kernel_spec_manager=builder.KernelSpecManager(kernel_dirs=[]))

@@ -12,7 +12,7 @@ from course_lib.__main__ import main
 pytest.importorskip("triton", reason="needs the package triton, which is not installed here")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dry_run_goes_through_everything(tmp_path, capsys):
     out = tmp_path / "new folder" / "check.json"
     assert main(["gpu-check", "--dry-run", "--out", str(out)]) == 0

@@ -94,10 +94,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A JupyterLab of its own: nothing of the user's, and nothing from the network."""
-    folder = tmp_path_factory.mktemp("jupyter")
+@contextlib.contextmanager
+def jupyterlab(folder, root):
+    """A JupyterLab of its own: nothing of the user's, and nothing from the network. Gives the address of each file in `root`.
+
+    folder  what JupyterLab writes goes here
+    root    the folder that it shows
+    """
     names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR",
              "JUPYTERLAB_SETTINGS_DIR", "IPYTHONDIR")  # fmt: skip
     env = os.environ | {name: str(folder / name.lower()) for name in names} | {"PYTHONPATH": str(ROOT)}
@@ -106,18 +109,11 @@ def server(tmp_path_factory):
     config = Path(env["JUPYTER_CONFIG_DIR"]) / "labconfig"
     config.mkdir()
     (config / "page_config.json").write_text('{"disabledExtensions":{"@jupyterlab/apputils-extension:announcements":true}}')
-    notebooks = folder / "notebooks"
-    notebooks.mkdir()
-    for name, sources in NOTEBOOKS.items():
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(notebook, notebooks / name)
-    nbformat.write(saved_notebook(), notebooks / "saved.ipynb")
     port, token = free_port(), secrets.token_hex(8)
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
-             "--allow-root", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={notebooks}", "--expose-app-in-browser",
+             "--allow-root", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", "--expose-app-in-browser",
              "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"],
             env=env, stdout=log, stderr=log)  # fmt: skip
         try:
@@ -130,6 +126,20 @@ def server(tmp_path_factory):
         finally:
             process.terminate()
             process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jupyter")
+    notebooks = folder / "notebooks"
+    notebooks.mkdir()
+    for name, sources in NOTEBOOKS.items():
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(notebook, notebooks / name)
+    nbformat.write(saved_notebook(), notebooks / "saved.ipynb")
+    with jupyterlab(folder, notebooks) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +351,22 @@ def test_presets_comparing_and_errors_in_the_lab(opened):
     assert "chip='a100'" in code.input_value() and "EngineConfig(" in code.input_value()
 
 
+def test_at_200_percent_beside_the_file_browser_settings_and_picture_are_in_sight_together(opened):
+    page = opened("lab.ipynb").run()
+    page.wait_for_selector(".lmv-picture svg path.lm-prefill")
+    page.set_viewport_size({"width": 640, "height": 360})  # a screen of 1280 x 720 at 200 %
+    page.evaluate("window.jupyterapp.shell.expandLeft()")
+    page.locator(".jp-FileBrowser").wait_for()
+    page.locator(".lmv").evaluate("lab => lab.scrollIntoView({ block: 'start' })")
+    for name in ("running streams", "chunk size", "known prefix"):
+        slider = page.get_by_role("slider", name=name)
+        slider.press("ArrowRight")
+        parts = (page.locator(".jp-WindowedPanel-outer"), slider, page.locator(".lmv-picture"))
+        window, control, picture = (part.bounding_box() for part in parts)
+        assert window["x"] <= control["x"] and control["x"] + control["width"] <= window["x"] + window["width"]
+        assert window["y"] <= control["y"] < picture["y"] < window["y"] + window["height"] - 120, "120 of about 240 pixels"
+
+
 DRAG = """async ([values, pause]) => {
   const input = [...document.querySelectorAll('.lmv-control input')].find((e) => e.getAttribute('aria-label') === 'chunk size');
   const picture = document.querySelector('.lmv-picture'), times = [];
@@ -371,7 +397,7 @@ DRAG = """async ([values, pause]) => {
 
 
 def test_the_lab_is_quick(opened, capsys):
-    """What was measured is printed. The limits are several times what is promised, for machines that are busy."""
+    """What was measured is printed. The limits are three times what is promised, for machines that are busy."""
     page = opened("speed.ipynb").run()
     page.wait_for_selector(".lmv-picture svg path.lm-prefill")
     assert page.locator(".jp-OutputArea-output pre").last.inner_text() == "(64, 200)"
@@ -395,8 +421,8 @@ def test_the_lab_is_quick(opened, capsys):
             f"scrub {scrub:.1f} ms, p95 {works[-3]:.1f} (16), to the frame {statistics.median(frames):.0f} ms; pinning and the "
             f"second run of 128 streams and a prompt of 8192 {both * 1e3:.0f} ms (500)"
         )
-    assert moves[0] < 5 * 50, "the least: what other programs take of the machine isn't the lab's"
-    assert lag < 6 * 150 and scrub < 3 * 16 and both < 6 * 0.5
+    assert moves[0] < 3 * 50, "the least: what other programs take of the machine isn't the lab's"
+    assert lag < 3 * 150 and scrub < 16 and both < 3 * 0.5
 
 
 def test_a_saved_notebook_shows_the_picture_before_anything_is_run(opened):

@@ -31,6 +31,15 @@ MACHINE_PATH = re.compile(
 ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")  # it ends in a letter, and would hide that a path begins after it
 PICTURE = re.compile(r"base64,[\w+/=\s]+")
+VIEW = "application/vnd.jupyter.widget-view+json"
+NEAR = 3  # code cells: so far from a widget its saved picture may be
+
+# What works on one kind of system alone: in code, and in the commands that a text quotes.
+ONE_SYSTEM_CODE = re.compile(
+    r"^\s*(!|%%(bash|sh|script|cmd)\b|%(cd|ls|cp|mv|rm|cat)\b)|\bos\.(fork|getuid|sched_\w+|uname)\b|\bimport (fcntl|resource|pwd|winreg|msvcrt)\b|/proc/",
+    re.MULTILINE)
+ONE_SYSTEM_COMMAND = re.compile(
+    r"^\s*(\$ )?(sudo|apt(-get)?|brew|export|set|source|ls|cat|rm|cp|mv|chmod|which|\./|[A-Z_]+=\S+ \w)|/bin/|\\Scripts\\", re.MULTILINE)
 
 
 def texts(output):
@@ -41,6 +50,29 @@ def texts(output):
         parts["traceback"] = "\n".join(output.traceback)
     return {kind: PICTURE.sub("base64,", COLOUR.sub("", str(text))) for kind, text in parts.items()
             if not kind.startswith("image/") or kind == "image/svg+xml"}
+
+
+def one_system_problems(cell):
+    """What in a cell works on Linux, on a Mac or on Windows alone."""
+    if cell.cell_type == "code":
+        found = ONE_SYSTEM_CODE.search(cell.source)
+        return [f"works on one kind of system alone: {found[0].strip()}"] if found else []
+    commands = "\n".join(re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", cell.source, re.DOTALL | re.MULTILINE))
+    found = ONE_SYSTEM_COMMAND.search(commands)
+    return [f"a command that works on one kind of system alone: {found[0].strip()}"] if found else []
+
+
+def widget_problems(cells):
+    """Widgets of which nothing is seen without a kernel: neither HTML with them, nor a saved picture near them."""
+    for number, cell in enumerate(cells):
+        near = [output for other in cells[max(0, number - NEAR) : number + NEAR + 1] for output in other.outputs]
+        has_picture = any(kind.startswith("image/") or "<img" in str(data) for output in near for kind, data in output.get("data", {}).items())
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if VIEW in data and "text/html" not in data and not has_picture:
+                yield f"cell {cell.id}: a widget without a saved picture near it"
+            if VIEW in data and not data.get("text/plain", "").strip():
+                yield f"cell {cell.id}: a widget without a line of text in its place"
 
 
 def output_problems(cell):
@@ -97,7 +129,7 @@ def problems(notebook, path):
     if not notebook.cells or notebook.cells[0].cell_type != "markdown" or source not in notebook.cells[0].source:
         found.append(f"the first cell doesn't say that this is built from {source}")
     for number, cell in enumerate(notebook.cells):
-        faults = cell_problems(cell)
+        faults = [*cell_problems(cell), *one_system_problems(cell)]
         if cell.get("id") != cell.metadata.get("name", f"{stem}-{number:02d}"):
             faults.append(f"id {cell.get('id')} is not the builder's: it changes with the next build")
         if "execution" in cell.metadata:
@@ -107,6 +139,7 @@ def problems(notebook, path):
         if cell.cell_type == "code":
             faults += output_problems(cell)
         found += [f"cell {number}: {fault}" for fault in faults]
+    found += widget_problems(code_cells(notebook))
     if folder != "exercises":  # those are the learner's to run
         found += run_problems(notebook)
     return found
@@ -190,6 +223,14 @@ def big(nb):
     nb.cells[1].outputs[0].text = "x" * MAX_BYTES
 
 
+def widget(words):
+    return new_output("display_data", {VIEW: {"model_id": "0"}, "text/plain": words})
+
+
+def alone(nb):
+    nb.cells[1].outputs, nb.cells[3].outputs = [widget("LabView(3 requests)")], []
+
+
 # What is broken -> how, and a part of the sentence that must say so.
 FAULTS = {
     "a cell that never ran": (lambda nb: nb.cells[2].update(execution_count=None, outputs=[]), "not run once each"),
@@ -233,6 +274,16 @@ FAULTS = {
     "an empty alt text": (output(3, html('<img alt=" " src="x.png">')), "text/html output: image without alt"),
     "a bare SVG": (output(3, html("<svg></svg>")), "bare SVG"),
     "an SVG output": (output(3, new_output("display_data", {"image/svg+xml": "<svg/>"})), "bare SVG"),
+    "a shell command": (source(1, "x = 1\n!ls notebooks"), "works on one kind of system alone: !"),
+    "a shell cell": (source(1, "%%bash\necho a"), "works on one kind of system alone: %%bash"),
+    "a module that Windows lacks": (source(1, "import fcntl"), "import fcntl"),
+    "a call that Windows lacks": (source(1, "os.sched_getaffinity(0)"), "os.sched_getaffinity"),
+    "a quoted command that Windows lacks": (
+        source(0, "notebooks/src/01_example.py\n\n```bash\nexport X=1\n```"), "one kind of system alone: export"),
+    "a quoted variable that Windows lacks": (
+        source(0, "notebooks/src/01_example.py\n\n```bash\nX=1 python a.py\n```"), "one kind of system alone: X=1 p"),
+    "a widget alone": (alone, "a widget without a saved picture"),
+    "a widget without words": (output(2, widget("")), "a widget without a line of text"),
     "no word of the source": (source(0, "# Title"), "doesn't say that this is built from"),
 }
 
@@ -260,6 +311,15 @@ def test_a_base64_picture_that_reads_like_a_path_is_no_problem():
     nb = good()
     nb.cells[1].outputs = [new_output("display_data", {"image/png": "AAA+/tmp/BBB=", "text/plain": "figure"})]
     assert problems(nb, PATH) == []
+
+
+def test_a_widget_near_its_picture_and_one_with_html_are_no_problem():
+    nb = good()
+    nb.cells[1].outputs = [widget("LabView(3 requests)")]
+    assert problems(nb, PATH) == []
+    alone(nb)
+    nb.cells[1].outputs[0]["data"]["text/html"] = "<pre>A B C</pre>"
+    assert not list(widget_problems(code_cells(nb)))
 
 
 def test_quoted_code_in_prose_is_not_taken_for_an_image():

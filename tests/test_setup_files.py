@@ -128,9 +128,11 @@ def test_make_installs_once_and_again_when_the_versions_change(checkout):
     assert make(checkout, "test", "PYTHON=./fake python").returncode == 0
     first = calls(checkout)
     assert any("pip install" in call and "-c constraints.txt -e .[test]" in call for call in first)
-    assert first[-2:] == ["-m course_lib fetch", "-m pytest"]
+    assert first[-2:] == ["-m course_lib fetch", "-m pytest -m not long"]
     assert make(checkout, "test", "PYTHON=./fake python").returncode == 0
-    assert calls(checkout) == ["-m pytest"]
+    assert calls(checkout) == ["-m pytest -m not long"]
+    assert make(checkout, "test-all", "PYTHON=./fake python", "ARGS=-x").returncode == 0
+    assert calls(checkout) == ["-m pytest -x"]
     stamp = checkout / ".venv" / "installed.stamp"
     newer = stamp.stat().st_mtime + 10
     os.utime(checkout / "constraints.txt", (newer, newer))

@@ -8,22 +8,22 @@ from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams
 from course_lib.demo import document_text
 from course_lib.slots import blocks_needed
 
-NUM_PROMPTS, NEW_TOKENS = 50, 8
+NEW_TOKENS = 8
 
 
-def prompts_of(tokenizer) -> list[list[int]]:
-    """50 prompts of 20 to 150 tokens, many of which begin alike: pieces of one text from a few places on."""
+def prompts_of(tokenizer, count: int) -> list[list[int]]:
+    """Prompts of 20 to 150 tokens, many of which begin alike: pieces of one text from a few places on."""
     rng = random.Random(7)
     ids = tokenizer.encode(document_text())
     places = [rng.randrange(1000) for _ in range(12)]
-    starts = [rng.choice(places) for _ in range(NUM_PROMPTS)]
+    starts = [rng.choice(places) for _ in range(count)]
     return [ids[start : start + rng.randint(20, 150)] for start in starts]
 
 
-@pytest.mark.slow
-def test_tokens_are_those_of_the_one_shot_run_whatever_chunks_preemptions_and_hits(smollm2):
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.long)])
+def test_tokens_are_those_of_the_one_shot_run_whatever_chunks_preemptions_and_hits(smollm2, count):
     runner = ModelRunner(smollm2)
-    prompts = prompts_of(runner.tokenizer)
+    prompts = prompts_of(runner.tokenizer, count)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     plain = EngineConfig(
         num_blocks=1024, max_num_batched_tokens=200, max_prefill_chunk_size=None, enable_prefix_caching=False, max_num_seqs=8
@@ -31,7 +31,7 @@ def test_tokens_are_those_of_the_one_shot_run_whatever_chunks_preemptions_and_hi
     expected = [output.token_ids for output in Engine(runner, plain).generate(prompts, params, progress=False)]
 
     rng = random.Random(8)
-    order = list(range(NUM_PROMPTS))
+    order = list(range(count))
     rng.shuffle(order)
     got, preemptions, hits, chunks = {}, 0, 0, 0
     while order:
@@ -63,6 +63,6 @@ def test_tokens_are_those_of_the_one_shot_run_whatever_chunks_preemptions_and_hi
         preemptions += metrics.num_preemptions
         hits += sum(request.prefix_hit_tokens for request in engine.trace.requests.values())
         chunks += sum(chunk.kind == "prefill" for step in engine.trace.steps for chunk in step.chunks)
-    assert [got[i] for i in range(NUM_PROMPTS)] == expected
-    assert preemptions >= 10 and hits >= 100 and chunks > 2 * NUM_PROMPTS, (preemptions, hits, chunks)
-    print(f"{NUM_PROMPTS} prompts, {chunks} chunks, {preemptions} preemptions, {hits} prompt tokens from the prefix cache")
+    assert [got[i] for i in range(count)] == expected
+    assert preemptions >= count // 5 and hits >= 2 * count and chunks > 2 * count, (preemptions, hits, chunks)
+    print(f"{count} prompts, {chunks} chunks, {preemptions} preemptions, {hits} prompt tokens from the prefix cache")

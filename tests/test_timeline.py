@@ -1,6 +1,7 @@
 """The timelines: right numbers, one subpath a chunk, no overlapping text, the same bytes every time."""
 
 import base64
+import importlib
 import re
 import time
 import xml.etree.ElementTree as ET
@@ -245,6 +246,43 @@ def test_every_kind_is_drawn_once_for_each_time_it_happened(by):
     for word in ("preempted", "cancelled", "first token", "finished", "prefill chunk"):
         assert word in texts(svg)
     assert "waiting: kv_blocks, token_budget" in texts(svg)
+
+
+def strokes(svg):
+    """(x, top, bottom) of every stroke that stands for a token; a dashed line is many."""
+    body, found = ET.fromstring(svg).find(f"{SVG}g"), []
+    for path in body.findall(f"{SVG}path[@class='lm-tick lm-c']"):
+        for move in re.findall("[Mm][^Mm]*", path.get("d")):
+            if move.startswith("M"):
+                x, y, height = (int(number) for number in re.findall(r"\d+", move))
+            else:
+                x += int(re.match(r"m(\d+)", move)[1])
+            found.append((x, y, y + height))
+    for group in body.findall(f"{SVG}g[@class='lm-tick lm-c']"):
+        dash, gap = map(int, group.get("stroke-dasharray").split())
+        for line in group:
+            x, top, bottom = map(int, re.fullmatch(r"M(\d+) (\d+)V(\d+)", line.get("d")).groups())
+            found += [(x, y, min(y + dash, bottom)) for y in range(top, bottom, dash + gap)]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("streams", [16, 60])
+def test_a_crowd_shares_its_strokes_and_each_token_keeps_its_place(streams, monkeypatch):
+    r, names = Recorder(budget=5000), [f"r{number}" for number in range(streams)]
+    r.arrive(*names, "doc", prompt=4600)
+    r.step(dict.fromkeys(names, 4600))
+    for _ in range(20):
+        r.step(dict.fromkeys(names, 1))
+    r.step(dict.fromkeys(names, 1) | {"doc": 4600}, took=0.5)
+    for _ in range(5):
+        r.step(dict.fromkeys((*names[: streams // 2], "doc"), 1))
+    together = timeline(r.trace)
+    monkeypatch.setattr(importlib.import_module("course_lib.lab.timeline"), "CROWD", 1000)
+    one_by_one = timeline(r.trace)
+    assert together.count('" stroke-dasharray="') == 2 and '" stroke-dasharray="' not in one_by_one, "of those that go on, of the others"
+    assert strokes(together) == strokes(one_by_one)
+    assert len(strokes(together)) == sum(step.decode_tokens for step in r.trace.steps)
+    assert len(together) < len(one_by_one)
 
 
 def test_chunks_carry_their_token_range_and_waits_their_reason():

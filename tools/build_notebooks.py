@@ -59,6 +59,7 @@ NOTE_FOR_WORK = ("<small>Built from `{source}`. This notebook is yours to work i
 YOURS = "needs-your-code"  # the tag of a cell that fails as long as an exercise isn't done
 STUBBED = re.compile(r"^([ \t]*)### (BEGIN|END) SOLUTION[ \t]*$")
 CAPSTONE = "99"  # the lesson whose notebook has no exercises of its own
+FENCE_WIDTH = 70  # characters: longer lines wrap in a JupyterLab window with its file browser
 ALMOST = re.compile(r"#\s*(BEGIN|END)\s+SOLUTION", re.IGNORECASE)
 
 # What a code cell must not contain, and why.
@@ -148,13 +149,27 @@ def images_without_alt(text):
     return [image[:60] for image in images if not named.search(image)] + re.findall(r"!\[\s*\][(\[].{0,50}", text)
 
 
+def wide_lines(text):
+    """The lines inside ``` fences of Markdown that would wrap, as sentences."""
+    fences = re.findall(r"^[ \t]*```.*?(?:^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE)
+    return [f"a line of {len(line)} characters in a fenced block, the limit is {FENCE_WIDTH}: {line.strip()[:40]}"
+            for fence in fences for line in fence.splitlines() if len(line) > FENCE_WIDTH]
+
+
+def unrendered_folds(text):
+    """The tags of folds (<details>) behind which JupyterLab wouldn't render Markdown, as sentences."""
+    tags_alone = re.findall(r"(</summary>|</details>)(?!\s*\Z|[ \t]*\n[ \t]*\n)", text)
+    return [f"no blank line after {tag}: what follows isn't rendered" for tag in tags_alone]
+
+
 def cell_problems(cell):
     """What is wrong with one cell's text and tags, as sentences."""
     if not cell.source.strip():
         return ["empty cell"]
     if cell.cell_type != "code":
         text = re.sub(r"```.*?```|`[^`\n]*`", "", cell.source, flags=re.DOTALL)  # code that is only quoted
-        return [f"image without alt text: {image}" for image in images_without_alt(text)]
+        return [*(f"image without alt text: {image}" for image in images_without_alt(text)),
+                *wide_lines(cell.source), *unrendered_folds(text)]
     found = [reason for pattern, reason in FORBIDDEN.items() if re.search(pattern, cell.source)]
     found += [f"tag {tag}: no cell is left out, only {MEASURED} is allowed" for tag in tags(cell)
               if tag.startswith(("nbval", "skip")) and tag != MEASURED]
@@ -286,7 +301,9 @@ def exercise_problems(nb, names, lesson):
 
 
 def make_exercises(nb, kind, lesson):
-    """Turn the cells of a source into the learner's notebook, or into the solved one."""
+    """Turn the cells of a source into the learner's notebook, or into the solved one, whose title says so."""
+    if not kind.is_stubbed:
+        nb.cells[0].source = re.sub(r"\A# Exercises\b", "# Solutions", nb.cells[0].source)
     for cell in nb.cells:
         number = re.fullmatch(rf"your-{lesson}-(\d)", cell.id)
         if number:

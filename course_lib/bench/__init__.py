@@ -5,6 +5,8 @@
     latency      one decode step of one request, beside reading the weights once
     chunks       the demo's longest gap and throughput against the chunk size
     ladder       naive generate, KV cache, … chunked prefill: each step of the course on the same requests
+    traffic      public traces in the simulator: the rate up to which targets are met (with --traces)
+    endpoint     the demo's stall on vLLM's own server, seen from its clients
     --url        the demo's workload on an OpenAI-compatible server, instead of the parts above
 
 Contenders of one table run in turns, within one call, so that they meet the same machine.
@@ -12,38 +14,30 @@ Contenders of one table run in turns, within one call, so that they meet the sam
 
 from __future__ import annotations
 
-PARTS = ("overhead", "latency", "throughput", "chunks", "ladder")
+from importlib import import_module
+
+# Part: the module here whose main(args) measures it; it returns an exit code or None.
+PARTS = {
+    "overhead": "overhead",
+    "throughput": "throughput",
+    "latency": "latency",
+    "chunks": "chunks",
+    "ladder": "ladder",
+    "traffic": "traffic",
+    "endpoint": "vllm_server",
+}
 WORKLOADS = {"throughput": ("short", "long"), "ladder": ("chat", "rag", "document", "mix")}
 
 
 def main(args) -> int:
-    """Run the parts that were asked for (none named: all of them); returns the exit code."""
+    """Run the parts that were asked for (none named: all of them); returns the exit code, of the first that fails."""
     if args.url:
-        from .endpoint import main as run
-
-        return run(args)
+        return import_module(".endpoint", __name__).main(args)
     for part in args.parts or PARTS:
         if args.workloads and part in WORKLOADS and not set(args.workloads) & set(WORKLOADS[part]):
             continue  # none of its own was asked for
-        if part == "overhead":
-            from .overhead import main as run
-
-            run()
-        elif part == "latency":
-            from .latency import main as run
-
-            run(args)
-        elif part == "throughput":
-            from .throughput import main as run
-
-            run(args)
-        elif part == "ladder":
-            from .ladder import main as run
-
-            run(args)
-        else:
-            from .chunks import main as run
-
-            run(args)
+        code = import_module(f".{PARTS[part]}", __name__).main(args)
+        if code:
+            return code
         print()
     return 0

@@ -22,7 +22,7 @@ from ..trace import ChunkRecord, RequestRecord, StepRecord, Trace
 from . import machine
 
 TIMEOUT = 600.0  # seconds without a byte
-SAME_STEP = 0.002  # seconds: tokens of different requests that come within it were sampled in one step, most likely
+SAME_STEP = 0.002  # seconds: tokens of different requests that follow within it were sampled in one step, most likely
 
 
 class EndpointError(Exception):
@@ -44,6 +44,26 @@ class ClientStream:
     @property
     def num_tokens(self) -> int:
         return sum(count for _, count in self.events)
+
+
+def kept(streams: dict[str, ClientStream]) -> dict[str, dict]:
+    """The streams as they are kept in JSON, their times counted from the first request; `restored` reads them back."""
+    begin = min(stream.sent for stream in streams.values())
+    return {
+        name: {
+            "prompt_tokens": stream.prompt_tokens, "max_tokens": stream.max_tokens, "sent": stream.sent - begin,
+            "events": [[when - begin, count] for when, count in stream.events],
+        }
+        for name, stream in streams.items()
+    }  # fmt: skip
+
+
+def restored(streams: dict[str, dict]) -> dict[str, ClientStream]:
+    """What `kept` made, as streams again: without their texts and token ids."""
+    return {
+        name: ClientStream(name, each["prompt_tokens"], each["max_tokens"], each["sent"], [tuple(event) for event in each["events"]])
+        for name, each in streams.items()
+    }
 
 
 class Endpoint:
@@ -174,8 +194,8 @@ def run_workload(endpoint: Endpoint, workload: demo.Workload, clock=time.perf_co
 def client_trace(streams: dict[str, ClientStream]) -> Trace:
     """What the clients saw as a trace: a step ends when tokens come, and a prompt counts to the step of its first token.
 
-    When the server really computed a prompt can't be seen from outside. Tokens of different requests that
-    come within SAME_STEP seconds are one step.
+    When the server really computed a prompt can't be seen from outside. Tokens of different requests of which
+    each comes within SAME_STEP seconds of the one before are one step.
     """
     trace = Trace({"policy": "seen from the client"})
     for stream in streams.values():
@@ -186,7 +206,7 @@ def client_trace(streams: dict[str, ClientStream]) -> Trace:
     groups: list[list[tuple[float, str]]] = []
     for when, name, count in events:
         for _ in range(count):  # several tokens in one message: several steps at one time
-            if not groups or when - groups[-1][0][0] > SAME_STEP or any(name == other for _, other in groups[-1]):
+            if not groups or when - groups[-1][-1][0] > SAME_STEP or any(name == other for _, other in groups[-1]):
                 groups.append([])
             groups[-1].append((when, name))
     for index, group in enumerate(groups):
@@ -245,7 +265,7 @@ def main(args) -> int:
     differ = differing(served, ours.token_ids)
     print(_verdict(differ))
     results = {"url": endpoint.url, "model": endpoint.model, "server": rows, "this engine": own, "differing": differ}
-    path = machine.save("endpoint", results, args.out)
+    path = machine.save("url", results, args.out)
     print(f"raw numbers: {path}")
     if args.svg:
         picture = compare(traces[0], ours.trace, titles=(f"{endpoint.url}, seen from the client", f"this engine, {ours.title}"))

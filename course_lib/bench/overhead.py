@@ -48,7 +48,7 @@ def step_overhead(num_running: int, num_steps: int = 200, prompt_len: int = 100)
     return {phase: statistics.median(values) for phase, values in times.items()}
 
 
-def main() -> int:
+def main(args=None) -> None:
     print("Microseconds per decode step beside the model (median of 200 steps, prefix caching on)")
     print(f"{'running':>8}" + "".join(f"{phase:>13}" for phase in PHASES) + f"{'total':>9}{'per request':>13}")
     for num_running in (32, 128, 512, 1024):
@@ -56,4 +56,3 @@ def main() -> int:
         total = sum(values.values())
         columns = "".join(f"{values[phase] * 1e6:13.0f}" for phase in PHASES)
         print(f"{num_running:8}{columns}{total * 1e6:9.0f}{total * 1e6 / num_running:13.2f}")
-    return 0

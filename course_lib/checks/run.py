@@ -40,7 +40,10 @@ class TimeLimit:
     def __enter__(self) -> TimeLimit:
         for lock in (self.ready, self.inside, self.watching):
             lock.acquire()
-        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, daemon=True).start()
+        except RuntimeError:  # a browser's Python has no threads: there, only a restart of the kernel ends an endless loop
+            self.watching.release()
         self.ready.release()  # the time runs from here on: starting a thread must not be interrupted
         return self
 

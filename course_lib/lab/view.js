@@ -8,7 +8,7 @@
 
 const CSS = `
 .lmv{font:13px/1.4 system-ui,sans-serif;color:#333;color:light-dark(#333,#ddd);background:#fff;background:light-dark(#fff,#111);
-  max-width:1200px;padding:4px 0}
+  max-width:1200px;padding:4px 0;display:flex;flex-direction:column;reading-flow:flex-visual;container:lmv/inline-size}
 .lmv *{box-sizing:border-box}
 .lmv-bar,.lmv-controls,.lmv-actions,.lmv-presets{display:flex;flex-wrap:wrap;gap:4px;align-items:center;margin:4px 8px}
 .lmv-presets,.lmv-controls,.lmv-actions{font-size:12px}
@@ -50,7 +50,16 @@ const CSS = `
   border-left:3px solid #767676;padding-left:8px}
 .lmv-request p{margin:0;white-space:pre-wrap;max-height:7.2em;overflow:auto;overflow-wrap:anywhere}
 .lmv-request span{color:#6a6a6a;color:light-dark(#6a6a6a,#9aa0a6)}
-@media (max-width:600px){.lmv table{font-size:12px}.lmv th,.lmv td{padding-right:5px}.lmv th{font-size:11px;white-space:normal;vertical-align:bottom}}
+@container lmv (max-width:600px){
+  .lmv table{font-size:12px}.lmv th,.lmv td{padding-right:clamp(5px,1.6cqi,10px)}.lmv th{font-size:11px;white-space:normal;vertical-align:bottom}
+}
+@media (max-height:600px){@container lmv (max-width:620px){ /* a page at 200 %: settings in a strip, so that they are in sight with the picture */
+  .lmv-presets,.lmv-controls{flex-wrap:nowrap;overflow-x:auto;scrollbar-width:thin;padding:3px}
+  .lmv-presets button{flex:none}
+  .lmv-controls{grid:auto/auto-flow 180px}
+  .lmv-bar,.lmv-texts{order:1}
+  .lmv-readouts,.lmv-story,.lmv-map,.lmv-exports{order:2}
+}}
 @media (prefers-reduced-motion:reduce){.lmv *{transition:none;animation:none;scroll-behavior:auto}}
 `;
 const WHY = {
@@ -180,15 +189,16 @@ class View {
     this.busy = false; this.wanted = null; this.values = {}; this.rows = new Map();
     const root = (this.root = make(element, "div", { class: "lmv", role: "group" }));
     make(root, "style", { text: CSS });
+    this.style = make(root, "div", { hidden: "" }); // the picture's own
     this.form = make(root, "div", { class: "lmv-form" });
     this.note = make(root, "div", { class: "lmv-note lmv-bar", role: "alert" });
     this.readouts = make(root, "div", { class: "lmv-readouts" });
     this.makeBar(root);
     this.picture = make(root, "div", { class: "lmv-picture", tabindex: "0", role: "application", "aria-roledescription": "timeline" });
-    this.texts = make(root, "div");
+    this.texts = make(root, "div", { class: "lmv-texts" });
     this.story = make(root, "div", { class: "lmv-story" });
     this.map = make(root, "div", { class: "lmv-map" });
-    this.exports = make(root, "div");
+    this.exports = make(root, "div", { class: "lmv-exports" });
     this.extra = make(root, "div");
     this.live = make(root, "div", { class: "lmv-hidden", role: "status", "aria-live": "polite" });
     this.picture.addEventListener("pointermove", (event) => this.hover(event));
@@ -240,7 +250,9 @@ class View {
     this.runs = frame.panels.map((panel) => new Run(panel));
     this.panel = Math.min(this.panel, this.runs.length - 1);
     if (this.panel < this.runs.length - 1 && frame.newest) this.panel = this.runs.length - 1;
-    this.picture.innerHTML = `<div class="lmv-sheet">${frame.svg}`
+    const [style] = frame.svg.match(/<style>.*?<\/style>/);
+    if (this.style.innerHTML !== style) this.style.innerHTML = style; // once: a new style sheet costs the whole page
+    this.picture.innerHTML = `<div class="lmv-sheet">${frame.svg.replace(style, "")}`
       + `<svg class="lmv-over" viewBox="0 0 ${frame.width} ${frame.height}" aria-hidden="true"><path class="lmv-band"/><path class="lmv-row"/></svg></div>`;
     this.picture.querySelector("svg").setAttribute("aria-hidden", "true"); // the picture's own name says it
     [this.band, this.row] = this.picture.querySelectorAll(".lmv-over path");
@@ -378,6 +390,7 @@ class View {
 
   makeMap() {
     const { num_blocks: count } = this.run.pool;
+    if (this.grid?.count === count) return;
     let each = 1, pitch, columns;
     for (;; each *= 2) {
       pitch = PITCHES.find((size) => Math.ceil(Math.ceil(count / each) / this.columns(size)) * size <= MAP_ROOM);
@@ -385,7 +398,7 @@ class View {
     }
     columns = this.columns(pitch);
     const cells = Math.ceil(count / each), lines = Math.ceil(cells / columns);
-    this.grid = { each, pitch, columns, cells };
+    this.grid = { count, each, pitch, columns, cells };
     const rowTexts = Array.from({ length: lines }, (_, row) => row).filter((row) => row % Math.ceil(13 / pitch) === 0)
       .map((row) => `<text class="lm-mute lm-e" x="${MAP_LEFT - 6}" y="${26 + row * pitch + pitch / 2 + 4}">${row * columns * each}</text>`).join("");
     const title = `KV blocks, ${each > 1 ? `${each} to a cell, ` : ""}by owner. Underlined: written in this step; corner: shared; stroke: free with its content kept.`;

@@ -109,7 +109,7 @@ PRICE = 8
 print("slice   a key press waits at most   the long job is done after")
 for time_slice in (2048, 512, 128, 32, 8):
     slices = 2048 // time_slice
-    print(f"{time_slice:5}{time_slice + PRICE:20} ticks{2048 + slices * (PRICE + 1):23} ticks")  # + 1: the typist's turn
+    print(f"{time_slice:5}{time_slice + PRICE:22} ticks{2048 + slices * (PRICE + 1):23} ticks")  # + 1: the typist's turn
 
 # %% [markdown]
 # The same cut can be made in a prompt. The KV cache can be filled bit by bit: a second piece of the prompt attends to

@@ -209,21 +209,23 @@ def seconds(action) -> float:
     return time.perf_counter() - begin
 
 
+# Of three times in a row, the shortest: the one that other programs disturbed least.
 lengths = [64, 128, 256, 384, 512]
 cache, cached = model.new_cache(), 0
 sent_again, one_token = [], []
 for length in lengths:
-    sent_again.append(seconds(lambda: model(document[:length], 0)))
+    sent_again.append(min(seconds(lambda: model(document[:length], 0)) for _ in range(3)))
     model(document[cached : length - 1], cached, cache)  # all but the last token: not timed
-    one_token.append(seconds(lambda: model(document[length - 1 : length], length - 1, cache)))
-    cached = length
+    nexts = range(length - 1, length + 2)
+    one_token.append(min(seconds(lambda: model([document[at]], at, cache)) for at in nexts))
+    cached = length + 2
 
 figure, axes = plt.subplots(figsize=(8, 3.4), facecolor="white")
 axes.plot(lengths, [1e3 * t for t in sent_again], "o-", color="#d55e00", label="whole text sent again")
 axes.plot(lengths, [1e3 * t for t in one_token], "s--", color="#0072b2", label="one token, the rest cached")
 axes.set(xlabel="length of the text, tokens", ylabel="time for the next token, ms", ylim=0)
 axes.legend(frameon=False)
-assert sent_again[-1] > 1.5 * one_token[-1], "something else kept the machine busy: run the cell again"
+assert sent_again[-1] > 3 * one_token[-1], "something else kept the machine busy: run the cell again"
 show_figure(figure, "Time for the next token against the length of the text. Whole text sent again: "
             f"from {sent_again[0] * 1e3:.0f} ms at 64 tokens to {sent_again[-1] * 1e3:.0f} ms at 512. "
             f"With a cache: {min(one_token) * 1e3:.0f} to {max(one_token) * 1e3:.0f} ms.")
@@ -305,8 +307,8 @@ runner = ModelRunner(loaded)
 def step_seconds(num_tokens: int) -> float:
     """One step of the engine that takes `num_tokens` tokens: the shortest of several, the least disturbed."""
     times = []
-    for _ in range(8 if num_tokens <= 64 else 4):
-        engine = Engine(runner, EngineConfig(max_prefill_chunk_size=None, enable_prefix_caching=False))
+    for _ in range(4 if num_tokens <= 64 else 2):
+        engine = Engine(runner, EngineConfig(num_blocks=64, max_prefill_chunk_size=None, enable_prefix_caching=False))
         engine.add_request(document[:num_tokens], SamplingParams(max_tokens=1))
         engine.step()
         step = engine.trace.steps[0]
@@ -317,6 +319,8 @@ def step_seconds(num_tokens: int) -> float:
 step_seconds(8)  # warm up
 counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 times = [step_seconds(count) for count in counts]
+for _ in range(2):  # again, where another program disturbed the first time
+    times = [min(t, step_seconds(count)) for t, count in zip(times, counts)]
 memory = torch.ones(weights // 4)  # as many bytes as the weights have
 read = min(seconds(memory.sum) for _ in range(8))
 del memory
@@ -329,9 +333,9 @@ print(f"8 tokens take {times[3] / times[0]:.1f} times as long as one (you said {
       f"256 take {times[8] / times[0]:.1f} times (you said {my_guess_256}).")
 rates = [count / t for count, t in zip(counts, times)]
 busy = "something else kept the machine busy: run it again"
-assert times[8] > 2 * times[0], busy  # 256 tokens: much longer
-if times[3] > 2.5 * times[0] or not 0.6 < rates[9] / rates[6] < 1.6:
-    print(busy)  # 8 tokens: far from 8 times as long; from 64 to 512 the rate hardly changes
+assert times[3] < 2.5 * times[0], busy  # 8 tokens: far from 8 times as long
+assert times[8] > 4 * times[0], busy  # 256 tokens: much longer
+assert 0.6 < rates[9] / rates[6] < 1.6, busy  # from 64 to 512 tokens the rate hardly changes
 
 figure, axes = plt.subplots(figsize=(8, 3.8), facecolor="white")
 axes.loglog(counts, [1e3 * t for t in times], "o-", color="#0072b2", label="one forward pass")
@@ -357,7 +361,7 @@ show_figure(figure, "Time of one forward pass against its tokens, both axes loga
 # - On the right, the pass waits for **arithmetic**. Tokens per second hardly change any more, and twice the prompt takes
 #   about twice the time. Prefill lives here.
 #
-# (On a quiet machine it is this much: 8 tokens in less than 2.5 times the time of one, and at 512 tokens a rate between 0.6 and
+# (The cell asserts this much: 8 tokens in less than 2.5 times the time of one, and at 512 tokens a rate between 0.6 and
 # 1.6 times that at 64. The exact numbers belong to the machine.)
 #
 # That is why decodes of many requests go into one pass (lesson 05), and why a long prefill is felt by all of them
@@ -403,30 +407,36 @@ print(f"\nkept in the KV cache: {kept:,} bytes per token, {kept * 8192 / 1e9:.1f
 #
 # ## Three questions
 #
-# **1.** BERT has no causal mask: every token sees the whole text. Could you keep its keys and values when a token is
-# appended?
+# 1. BERT has no causal mask: every token sees the whole text. Could you keep its keys and values when a token is
+#    appended?
 #
-# <details><summary>Answer</summary>
-# Those of the first layer, yes: they come from the token itself. But the first layer's outputs change for every
-# token, since all of them see the new one, and so do all keys and values from the second layer on. The causal mask is
-# what makes the cache possible.
-# </details>
+#    <details><summary>Answer</summary>
 #
-# **2.** You stop a chat after 24 tokens. How many tokens have keys and values in the cache: 36 + 24 or 36 + 23?
+#    Those of the first layer, yes: they come from the token itself. But the first layer's outputs change for every
+#    token, since all of them see the new one, and so do all keys and values from the second layer on. The causal mask is
+#    what makes the cache possible.
 #
-# <details><summary>Answer</summary>
-# 36 + 23. The last token came out of the last call and never went into one. To continue the chat you
-# would send it first, together with whatever the user writes next: a piece of several tokens, as in a prefill.
-# </details>
+#    </details>
 #
-# **3.** A decode step of one request waits for memory. Somebody offers you a chip with twice the arithmetic and the same
-# memory. Who notices?
+# 2. You stop a chat after 24 tokens. How many tokens have keys and values in the cache: 36 + 24 or 36 + 23?
 #
-# <details><summary>Answer</summary>
-# Prefill does: up to twice the tokens per second, so long prompts get their first token sooner. A single stream
-# doesn't get its tokens any faster. A server notices once it decodes so many requests together that the pass has
-# reached the knee.
-# </details>
+#    <details><summary>Answer</summary>
+#
+#    36 + 23. The last token came out of the last call and never went into one. To continue the chat you
+#    would send it first, together with whatever the user writes next: a piece of several tokens, as in a prefill.
+#
+#    </details>
+#
+# 3. A decode step of one request waits for memory. Somebody offers you a chip with twice the arithmetic and the same
+#    memory. Who notices?
+#
+#    <details><summary>Answer</summary>
+#
+#    Prefill does: up to twice the tokens per second, so long prompts get their first token sooner. A single stream
+#    doesn't get its tokens any faster. A server notices once it decodes so many requests together that the pass has
+#    reached the knee.
+#
+#    </details>
 #
 # **Lesson 02** asks where all those bytes go, when forty people share the memory and nobody knows how long their
 # answers will be.

@@ -42,7 +42,7 @@ print(f"{sum(lengths) / len(lengths):.0f} tokens on average")
 print(f"with 1,024 tokens reserved for each, {POOL} / 1024 = {POOL // 1024} requests fit at a time")
 
 # %% [markdown]
-# Eight at a time, and each of them uses about a third of what it holds.
+# Eight at a time, and each of them uses less than a third of what it holds.
 #
 # Now cut the memory into **blocks** of 16 tokens, 512 of them, and give a request one block whenever its last one is full.
 #
@@ -85,7 +85,7 @@ for name, run in (("1,024 in one piece", one_piece), ("blocks of 16", blocks)):
 print(f"\nYou said {my_guess_at_once}.")
 
 # %% [markdown]
-# More than `8192 / 294 = 28` can be there at once, because not all of them are at their end: a request that has just
+# More than `8192 / 294`, about 28, can be there at once, because not all of them are at their end: a request that has just
 # begun holds its prompt, and nothing for an answer that isn't written yet.
 #
 # The last column is the point. In one piece, most of the memory that is "in use" holds nothing. With blocks, what is
@@ -132,7 +132,7 @@ for _ in range(20):
 show(block_map(engine.trace, title="40 blocks of 16 tokens, after 50 steps"), block_map_alt(engine.trace))
 
 # %% [markdown]
-# Each cell is a block; a white end is a place where no token is yet. Only the last block of a request has one.
+# Each cell is a block; a pale end is a place where no token is yet. Only the last block of a request has one.
 #
 # What keeps a request together is its **block table**: a list that says, for its first 16 tokens, for the next 16, and so
 # on, *which block of the pool* they are in. The number of a block in that list is its **logical** number, the one in
@@ -145,7 +145,7 @@ print(f"Ana has {state.cached_token_count} tokens in the cache, in {len(state.bl
 print("logical   tokens        physical")
 for logical, physical in enumerate(state.block_table):
     last = min(16 * logical + 15, state.cached_token_count - 1)
-    print(f"{logical:7}   {16 * logical:3} to {last:3}{physical:11}")
+    print(f"{logical:7}   {16 * logical:3} to {last:3}{physical:12}")
 free = engine.block_manager.free_blocks()
 print(f"\nEmil's blocks: {engine.snapshot()['Emil'].block_table}")
 print(f"free, in the order in which they will be handed out: {free}")
@@ -285,7 +285,7 @@ show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=tit
 # %% [markdown]
 # Above, the document takes 63 blocks for its first 128 tokens. What it holds and doesn't use yet is denied to chats that would
 # have used it at once: one of them is turned away at the door, another one loses its blocks in the middle.
-# Below, the chats get what is free, and the document goes on while it can. Then *it* waits, part-filled, until the
+# Below, the chats get what is free, and the document goes on while it can. Then *it* waits, half-filled, until the
 # chats are done. That is its 18: seven chunks in seven steps, which fill 56 blocks; six chats hold 21 by then, so 3 are free,
 # and the last chunk needs 7. It waits for ten steps, till the chats end, and is computed in the next.
 #
@@ -407,28 +407,34 @@ print(f"requests at once, if they hold 300 tokens on average, in blocks of 16: {
 #
 # ## Three questions
 #
-# **1.** Two documents of 600 tokens arrive together; the pool has 64 blocks of 16. Blocks are given per chunk. What can
-# go wrong, and what can't with blocks up front?
+# 1. Two documents of 600 tokens arrive together; the pool has 64 blocks of 16. Blocks are given per chunk. What can
+#    go wrong, and what can't with blocks up front?
 #
-# <details><summary>Answer</summary>
-# Each needs 38 blocks. If both are prefilled in turns, both get stuck part-filled, at 32 blocks each: neither can go on,
-# neither gives anything back. Somebody has to notice and preempt one of them. Up front, the second isn't
-# admitted before the first is done. Finishing one prefill before beginning the next avoids it nearly as well.
-# </details>
+#    <details><summary>Answer</summary>
 #
-# **2.** How much memory do 100 running requests waste with blocks of 16, on average? Does it depend on how long they are?
+#    Each needs 38 blocks. If both are prefilled in turns, both get stuck half-filled, at 32 blocks each: neither can go on,
+#    neither gives anything back. Somebody has to notice and preempt one of them. Up front, the second isn't
+#    admitted before the first is done. Finishing one prefill before beginning the next avoids it nearly as well.
 #
-# <details><summary>Answer</summary>
-# The last block of each is half-empty on average: some 100 × 8 = 800 tokens. It doesn't depend on their length.
-# For a thousand-token request that is under one per cent, for one of eight tokens it is half.
-# </details>
+#    </details>
 #
-# **3.** May the *last*, partly filled block of a prompt be shared between two requests?
+# 2. How much memory do 100 running requests waste with blocks of 16, on average? Does it depend on how long they are?
 #
-# <details><summary>Answer</summary>
-# Not if both write to it: each would put the keys and values of its own next token into the same slot. Either only
-# full blocks are shared (this engine, vLLM), or the block is copied for whoever writes first: *copy on write*.
-# </details>
+#    <details><summary>Answer</summary>
+#
+#    The last block of each is half-empty on average: some 100 × 8 = 800 tokens. It doesn't depend on their length.
+#    For a thousand-token request that is under one per cent, for one of eight tokens it is half.
+#
+#    </details>
+#
+# 3. May the *last*, partly filled block of a prompt be shared between two requests?
+#
+#    <details><summary>Answer</summary>
+#
+#    Not if both write to it: each would put the keys and values of its own next token into the same slot. Either only
+#    full blocks are shared (this engine, vLLM), or the block is copied for whoever writes first: *copy on write*.
+#
+#    </details>
 #
 # **Lesson 03** looks at a single line: given the table, in which slot does a token go? There are several wrong
 # answers, and each of them works for a while.

@@ -160,8 +160,8 @@ new.picture(follow=6, title="Slots by the place in the sequence: chunk 1 goes on
 #
 # ## Chunk 1000, block 16
 #
-# With sizes from practice: blocks of 16, chunks of 1,000. A thousand isn't a multiple of 16, so every chunk border but
-# a few falls inside a block.
+# With sizes from practice: blocks of 16, chunks of 1,000. A thousand isn't a multiple of 16, so chunk borders fall inside
+# blocks.
 #
 # > **Predict, then run.** A prompt of 2,500 tokens. How many tokens of chunk 1 belong into the block that chunk 0 left
 # > half filled? (And chunk 2: will it be the same number again?)
@@ -389,30 +389,35 @@ assert answers[None] == answers[1000]
 # 1. Somebody "repairs" chunked prefill by allowing only chunk sizes that are multiples of the block size. Which of
 #    this lesson's bugs goes away, and which stays?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# Neither goes away. Chunk 1 still overwrites chunk 0 if slots go by the place in the chunk (the matrix's row for
-# chunk size 64 shows it). What goes away is only the border inside a block, which the right rule handles anyway. And
-# the engine can't keep the promise: the last chunk, and a chunk cut by the token budget, end where they end.
-# </details>
+#    Neither goes away. Chunk 1 still overwrites chunk 0 if slots go by the place in the chunk (the matrix's row for
+#    chunk size 64 shows it). What goes away is only the border inside a block, which the right rule handles anyway. And
+#    the engine can't keep the promise: the last chunk, and a chunk cut by the token budget, end where they end.
+#
+#    </details>
 #
 # 2. Forget the modulo, so that the slot is `block × 16 + index`. With 64 blocks of 16 in the pool: which prompt is the
 #    first that fails, and does it fail loudly?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# Index 16 is the first whose offset should be 0 and isn't. In block b it goes to slot `16 b + 16`: the first slot of
-# block b + 1, which may be anybody's. Nothing is raised as long as the number is below 1,024. It gets loud only when
-# a large index meets a high block, and that depends on the traffic. The offset inside a block is always below 16:
-# that is worth an assert.
-# </details>
+#    Index 16 is the first whose offset should be 0 and isn't. In block b it goes to slot `16 b + 16`: the first slot of
+#    block b + 1, which may be anybody's. Nothing is raised as long as the number is below 1,024. It gets loud only when
+#    a large index meets a high block, and that depends on the traffic. The offset inside a block is always below 16:
+#    that is worth an assert.
+#
+#    </details>
 #
 # 3. Two requests share a prefix, so both block tables begin with the same blocks (lesson 09). Does the rule for slots
 #    change? What must never happen?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# The rule is the same: index and block table. What must not happen is that one of them *writes* into a shared block.
-# It doesn't, because only full blocks are shared: the first token that a request computes itself lies behind them, in
-# a block of its own.
-# </details>
+#    The rule is the same: index and block table. What must not happen is that one of them *writes* into a shared block.
+#    It doesn't, because only full blocks are shared: the first token that a request computes itself lies behind them, in
+#    a block of its own.
+#
+#    </details>
+#
+# **Lesson 04** reads back what was written here: attention that follows the block table, and the mask that a chunk needs.

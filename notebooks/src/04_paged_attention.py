@@ -228,9 +228,9 @@ print("sums of the rows:", [round(x, 1) for x in weights.sum(dim=1).tolist()])
 #
 # ## Slots that nobody may read
 #
-# The last block has room for 12 tokens, the request has 10. Slots 10 and 11 still hold 1014 and 1015, from a request
-# that ended long ago. Suppose that attention reads whole blocks, all 12 slots, because that is simpler and faster, and
-# masks the two: their position is larger than any query's.
+# The three blocks have room for 12 tokens, the request has 10. The last two slots of block 3, slots 14 and 15, still hold
+# 1014 and 1015, from a request that ended long ago. Suppose that attention reads whole blocks, all 12 slots, because that
+# is simpler and faster, and masks the two: their position is larger than any query's.
 #
 # > **Predict, then run.** The weights of the two stale slots are exactly 0. What comes out if the stale slots hold
 # > 1014 and 1015? And if they hold NaN?
@@ -289,7 +289,7 @@ def whole_blocks_backend(query, layer, paged, scaling):
 attention.BACKENDS["whole_blocks"] = whole_blocks_backend
 for label, name in (("reference", "reference"), ("torch_paged", "torch_paged"), ("the fastest here", fastest),
                     ("whole blocks, then a mask", "whole_blocks")):  # fmt: skip
-    print(f"{label:26}{run_poisoned(name)}")
+    print(f"{label + ':':27}{run_poisoned(name)}")
 
 # %% [markdown]
 # Three answers are untouched by the NaN. The fourth request ends with an error: the zero weight didn't help, and the engine
@@ -477,6 +477,11 @@ else:
     print("There is no Triton on this system (it has packages for Linux alone): the kernel can be read here, not run.")
 
 # %% [markdown]
+# ## Your turn
+#
+# [Exercise 04](../exercises/04_paged_attention.ipynb): the mask of a chunk; paged attention for a flat batch; and the
+# missing lines of a Triton kernel. Your attention then runs SmolLM2 inside the engine.
+#
 # ## What production does
 #
 # - **vLLM**: the Triton backend's `kernel_unified_attention` in `vllm/v1/attention/ops/triton_unified_attention.py` is the
@@ -488,37 +493,38 @@ else:
 # - Papers: PagedAttention (Kwon et al., SOSP 2023), FlashAttention (Dao et al., 2022), and Flash-Decoding (2023), which cuts
 #   the keys of *one* long decode into parts. In our kernel that is the argument `NUM_SPLITS`.
 #
-# ## Your turn
-#
-# [Exercise 04](../exercises/04_paged_attention.ipynb): the mask of a chunk; paged attention for a flat batch; and the
-# missing lines of a Triton kernel. Your attention then runs SmolLM2 inside the engine.
-#
 # ## Three questions
 #
 # 1. A prompt of 12 tokens, once whole and once in chunks of 4. In which of the two are more ones in the masks, all
 #    together? And in which are more keys read from memory?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# The same number of ones: 78. Every pair of a query and a key that it may see occurs once, however the prompt is cut.
-# But the keys are read more often: whole, 12 of them; in chunks 4 + 8 + 12 = 24. That is part of what chunks cost: each
-# reads all earlier K/V again, so very small chunks are expensive (`make bench` measures it).
-# </details>
+#    The same number of ones: 78. Every pair of a query and a key that it may see occurs once, however the prompt is cut.
+#    But the keys are read more often: whole, 12 of them; in chunks 4 + 8 + 12 = 24. That is part of what chunks cost: each
+#    reads all earlier K/V again, so very small chunks are expensive (`make bench` measures it).
+#
+#    </details>
 #
 # 2. Somebody sorts the tokens inside each chunk before the forward pass, for some reason, and moves nothing else. Then
 #    somebody moves tokens, positions and slots together. Which of the two changes the output?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# The first: a token then has another token's position, and sees other keys; it is another text. The second changes
-# nothing but the order of the output rows: attention knows a row by its position and its slot, not by its place in
-# the batch. Order matters inside a chunk, but it is the order of *positions*.
-# </details>
+#    The first: a token then has another token's position, and sees other keys; it is another text. The second changes
+#    nothing but the order of the output rows: attention knows a row by its position and its slot, not by its place in
+#    the batch. Order matters inside a chunk, but it is the order of *positions*.
+#
+#    </details>
 #
 # 3. For a decode the mask is a row of ones. Why does the kernel compare positions all the same?
 #
-# <details><summary>Answer</summary>
+#    <details><summary>Answer</summary>
 #
-# Because a tile has 64 columns and the context ends somewhere inside the last tile. The columns behind the end
-# need the weight 0. And because one code path for decodes and chunks is half as much to get wrong.
-# </details>
+#    Because a tile has 64 columns and the context ends somewhere inside the last tile. The columns behind the end
+#    need the weight 0. And because one code path for decodes and chunks is half as much to get wrong.
+#
+#    </details>
+#
+# **Lesson 05** asks who takes part in the next step. Its scheduler decides again after each one, and meets a prompt that it
+# can't cut.

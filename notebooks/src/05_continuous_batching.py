@@ -158,9 +158,9 @@ show(compare(static, continuous, titles=titles, by="step"), compare_alt(static, 
 # The first token comes sooner, too:
 
 # %% name="first-tokens"
-print("first token in step     " + "".join(f"{name:>5}" for name in static.requests))
+print("steps to the first token" + "".join(f"{name:>5}" for name in static.requests))
 for title, trace in zip(titles, (static, continuous)):
-    firsts = [next(step.index for step in trace.steps if name in step.tokens) for name in trace.requests]
+    firsts = [next(count for count, step in enumerate(trace.steps, 1) if name in step.tokens) for name in trace.requests]
     print(f"{title:24}" + "".join(f"{first:5}" for first in firsts))
 
 # %% [markdown]
@@ -347,7 +347,10 @@ while engine.has_unfinished_requests():
 # > **Decide again at every step, and count tokens, not requests; but a prompt that can't be cut you can only delay, and
 # > whenever it runs, it blocks everybody.**
 #
-# Now write the scheduler that counts: [exercise 05](../exercises/05_continuous_batching.ipynb).
+# ## Your turn
+#
+# [Exercise 05](../exercises/05_continuous_batching.ipynb): write the scheduler that counts tokens, and the measure that
+# shows a stall. Both run on the real engine.
 #
 # ## What production does
 #
@@ -356,8 +359,8 @@ while engine.has_unfinished_requests():
 #   *in-flight batching*.
 # - vLLM before V1 scheduled whole prompts, prefill first, and by default put no decode into the same step. Its
 #   documentation of that time says what follows: better time to first token, slower inter-token latency. In V1,
-#   chunked prefill is on and decode goes first. The budget is `--max-num-batched-tokens`, the seats are
-#   `--max-num-seqs`.
+#   chunked prefill is on, and chunks and decodes share a step: first all that has begun, decoding or half-filled, in one
+#   order, then the prompts that wait. The budget is `--max-num-batched-tokens`, the seats are `--max-num-seqs`.
 # - transformers has the idea too, in `generate_batch()`.
 #
 # ## Three questions
@@ -369,6 +372,7 @@ while engine.has_unfinished_requests():
 #    About the same: it had a seat from the beginning and got a token in every step, then as now. The gain is
 #    everybody else's, those who were done and those who waited. (Its steps may even be a little slower, because they
 #    are fuller.)
+#
 #    </details>
 #
 # 2. Your dashboard shows P99 inter-token latency, and it is flat. A user writes that her answer freezes "every few
@@ -378,6 +382,7 @@ while engine.has_unfinished_requests():
 #
 #    Both. At 40 tokens per second, a freeze every five minutes is one gap in 12,000. Look at the longest gap of each
 #    request, and at how many requests had one above a limit.
+#
 #    </details>
 #
 # 3. A colleague proposes to run a long prompt only when no chat is running. What happens on a busy server, and
@@ -387,4 +392,7 @@ while engine.has_unfinished_requests():
 #
 #    On a busy server that moment never comes: the long prompt starves. If it does come, a chat that arrives one step
 #    later waits for the whole prefill before its first token. Holding back moves the stall; only cutting shortens it.
+#
 #    </details>
+#
+# **Lesson 06** gives the request in the middle of its prompt a name and counters, and an end in any state.

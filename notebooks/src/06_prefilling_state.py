@@ -371,7 +371,10 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 # > **A request is what its cache holds: count a token only when its K/V is written, and give back the blocks whatever
 # > state it ends in.**
 #
-# Both halves are yours to write: [exercise 06](../exercises/06_prefilling_state.ipynb).
+# ## Your turn
+#
+# [Exercise 06](../exercises/06_prefilling_state.ipynb): write what moves after a forward pass, how a request ends in any
+# state, and in which order a step happens. All three run inside the engine's queues and blocks.
 #
 # ## What production does
 #
@@ -392,6 +395,7 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 #
 #    WAITING, RUNNING, FINISHED. It never is PREFILLING, and its counter goes from 0 to 40 at once. (If other requests
 #    take most of the step's budget, its first chunk may be 20 tokens, and then it is PREFILLING after all.)
+#
 #    </details>
 #
 # 2. A PREFILLING request with 3,072 of 8,192 tokens cached is cancelled. How many blocks of 16 come back, and what
@@ -401,6 +405,7 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 #
 #    192, since blocks are allocated per chunk and it holds exactly what it has cached. The user has seen nothing but the
 #    end: one output with the reason `cancelled`.
+#
 #    </details>
 #
 # 3. Could you do without the state, and look at
@@ -411,4 +416,7 @@ print(f"\n{len(tokens)} tokens, each once, the same as without the preemption")
 #    For a first prefill, yes. But see the preempted request after step 10: `prefilled_token_count` is 10 of 10, and four
 #    tokens of its answer still have no K/V: it isn't ready to decode. One has to compare *cached* with *known* tokens, as
 #    vLLM does. The state is that comparison with a name on it, and a table of what may follow.
+#
 #    </details>
+#
+# **Lesson 07** computes the chunk: what the model must be told about a piece of a prompt, and which row gives a token.

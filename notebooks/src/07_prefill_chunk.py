@@ -76,9 +76,10 @@ print(f"You said: {my_guess}")
 # *difference* of two positions: how far back is that word? With restarted positions those distances are false:
 
 # %% name="distances"
-print("token   looks at token   true distance   distance in chunks of 64 that restart")
+print("                                         distance in chunks")
+print("token   looks at token   true distance   of 64 that restart")
 for token, earlier in ((20, 10), (70, 60), (100, 63)):
-    print(f"{token:5}{earlier:17}{token - earlier:16}{token % 64 - earlier % 64:20}")
+    print(f"{token:5}{earlier:17}{token - earlier:16}{token % 64 - earlier % 64:21}")
 
 # %% [markdown]
 # Token 70 looks for the word 10 places back, and the arithmetic says that it lies 54 places in the *future*.
@@ -334,7 +335,10 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 # > **A chunk is computed as if it had never been cut out, with positions, slots and context by its place in the whole
 # > sequence, and only the last row of the last chunk gives a token.**
 #
-# Now lay out the batch, and run a chunk: [exercise 07](../exercises/07_prefill_chunk.ipynb).
+# ## Your turn
+#
+# [Exercise 07](../exercises/07_prefill_chunk.ipynb): lay out a step as one flat batch, and run one chunk of one request.
+# Both compute in the real engine.
 #
 # ## What production does
 #
@@ -353,6 +357,7 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #
 #    Two, and in the second. The chunk that completes the prompt also gives the first token: its last row has seen all of
 #    the prompt. A third step would be for a second token.
+#
 #    </details>
 #
 # 2. `query_start_loc` of a step is `[0, 1, 2, 258]`, `sample_rows` is `[0, 1]`. What do you know about the step?
@@ -361,6 +366,7 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #
 #    Three requests. Two have one token each (decodes, most likely) and get their next token. The third has a chunk of 256
 #    tokens and isn't done with its prompt.
+#
 #    </details>
 #
 # 3. Somebody tests chunked prefill with prompt 1,024, chunk 256, block 16, alone, and finds the same tokens. What may
@@ -370,4 +376,7 @@ source(Engine._take_samples, mark=("zip(sampled", "generated.append"), first="zi
 #
 #    Everything that needs a chunk border inside a block (256 is a multiple of 16), a last chunk that is shorter than the
 #    others, or a second request in the batch: slots by local index, rounding, borders, sampled rows.
+#
 #    </details>
+#
+# **Lesson 08** decides how long a chunk is, and who gets it: a scheduler that spends three budgets.

@@ -183,7 +183,7 @@ for title, engine in zip(titles, engines):
         for chunk in step.chunks
         if chunk.request == "B" and chunk.kind == "prefill"
     ]
-    print(f"{title}: A's longest gap {requests['A'].stall:.0f} steps, B's first token after {requests['B'].ttft:.0f} steps")
+    print(f"{title}: in steps, A's longest gap {requests['A'].stall:.0f}, B's first token after {requests['B'].ttft:.0f}")
     print(f"    B's chunks: {chunks}")
 traces = [engine.trace for engine in engines]
 show(compare(*traces, titles=titles, by="step"), compare_alt(*traces, titles=titles))
@@ -481,11 +481,11 @@ def crowded(share: float):
     return engine.metrics().requests
 
 
-print("share   document's first token after   longest gap of a chat")
+print("share   document's first token after   longest gap of a chat (in steps)")
 for share in (1.0, 0.75, 0.5, 0.25):
     requests = crowded(share)
     gaps = [request.stall for name, request in requests.items() if name != "document"]
-    print(f"{share:5}{requests['document'].ttft:22.0f} steps{max(gaps):18.0f} steps")
+    print(f"{share:5}{requests['document'].ttft:31.0f}{max(gaps):24.0f}")
 print(
     f"\nYou said {my_guess_steps_without} steps without a cap, {my_guess_steps_with} with 0.5, and gaps of {my_guess_gap_with}."
 )
@@ -517,8 +517,8 @@ for reason, count in sorted(waits.items()):
 show(timeline(engine.trace, title="Nine requests, and what each of them waits for", by="step"), alt_text(engine.trace))
 
 # %% [markdown]
-# Five reasons, and only `queue` has to do with standing in line. The others name a resource: tokens of this step,
-# seats, blocks, the share of decode. The further a scheduler goes, the less it is a queue and the more a **resource
+# Five reasons, and only `queue` has to do with standing in line. The others name a resource: tokens of this step
+# (`token_budget`), seats (`seq_budget`), blocks (`kv_blocks`), the share of decode (`decode_share`). The further a scheduler goes, the less it is a queue and the more a **resource
 # allocator**: it has three things to give, everybody needs some of each, and it must see that nobody holds one while
 # waiting for ever for another.
 #
@@ -529,7 +529,10 @@ show(timeline(engine.trace, title="Nine requests, and what each of them waits fo
 #
 # Splitting a long prompt made it schedulable. Everything in this lesson is a choice that a whole prompt didn't leave you.
 #
-# Now write it, on the engine's own structures: [exercises 08](../exercises/08_chunk_scheduling.ipynb).
+# ## Your turn
+#
+# [Exercise 08](../exercises/08_chunk_scheduling.ipynb): write how long a chunk may be, a scheduler with three budgets, and
+# whose turn it is when not all can decode. All three run on the engine's own structures.
 #
 # ## What production does
 #
@@ -574,3 +577,5 @@ show(timeline(engine.trace, title="Nine requests, and what each of them waits fo
 #    emergency, when the step would be empty, our engine does shrink it.)
 #
 #    </details>
+#
+# **Lesson 09** makes the work smaller before anybody schedules it: what another prompt has computed is computed once.

@@ -80,9 +80,10 @@ with own_tokens_only, any_parent:
 # every mistake of this kind.
 #
 # ```text
-# Ana, then Ben:    h1 = hash(-, head)     h2 = hash(h1, Ana)      h3 = hash(h2, Ben)
-# Ben, then Ana:    h1 = hash(-, head)     h4 = hash(h1, Ben)      h5 = hash(h4, Ana)
-#                   the same block         other blocks            other blocks
+#           Ana, then Ben         Ben, then Ana
+# block 0   h1 = hash(-, head)    h1 = hash(-, head)    the same block
+# block 1   h2 = hash(h1, Ana)    h4 = hash(h1, Ben)    another block
+# block 2   h3 = hash(h2, Ben)    h5 = hash(h4, Ana)    another block
 # ```
 #
 # > **Predict, then run.** With the engine's own cache: how many tokens of the second prompt come from the cache? And
@@ -190,8 +191,8 @@ for length, guess in my_guess_lengths.items():
     first, second = (engine.generate([tokens(1, length)], SamplingParams(max_tokens=3))[0] for _ in range(2))
     chunk = [step.chunks[0] for step in engine.trace.steps if step.chunks[0].request == "r1"][0]
     print(
-        f"{length} tokens: {second.num_cached_tokens} from the cache, computed from position {chunk.start_pos} on "
-        f"({chunk.num_tokens} tokens).  You said {guess}."
+        f"{length} tokens: {second.num_cached_tokens} from the cache, {chunk.num_tokens} computed, "
+        f"from position {chunk.start_pos} on.  You said {guess}."
     )
     assert first.token_ids == second.token_ids
 
@@ -213,7 +214,7 @@ for length, guess in my_guess_lengths.items():
 my_guess_same_step, my_guess_next_step = 64, 64  # tokens: write yours
 
 # %% name="twins"
-for guess, steps_between in ((my_guess_same_step, 0), (my_guess_next_step, 1)):
+for guess, when, steps_between in ((my_guess_same_step, "in the same step", 0), (my_guess_next_step, "a step later", 1)):
     engine = Engine(FakeRunner(), EngineConfig(num_blocks=64))
     engine.add_request(tokens(1, 64), SamplingParams(max_tokens=4), request_id="first")
     for _ in range(steps_between):
@@ -222,7 +223,7 @@ for guess, steps_between in ((my_guess_same_step, 0), (my_guess_next_step, 1)):
     engine.step()
     hit = engine.trace.requests["second"].prefix_hit_tokens
     tables = {name: state.block_table for name, state in engine.snapshot().items()}
-    print(f"{steps_between} steps later: {hit:2} tokens from the cache, tables {tables}.  You said {guess}.")
+    print(f"{when + ':':17} {hit:2} tokens from the cache, tables {tables}.  You said {guess}.")
 
 # %% [markdown]
 # In the same step both compute, and the pool holds the same K/V twice. A block can be found from the moment when the
@@ -312,7 +313,7 @@ for salt in ("Ana's firm", "Ben's firm", "Ana's firm", None):
     engine.add_request(tokens(1, 70), SamplingParams(max_tokens=2), request_id="request", cache_salt=salt)
     while engine.has_unfinished_requests():
         (output,) = engine.step()
-    print(f"{salt!s:12}{output.num_cached_tokens:10}")
+    print(f"{salt!s:12}{output.num_cached_tokens:22}")
 
 # %% [markdown]
 # ## Compute less, compute apart
@@ -341,7 +342,8 @@ def long_prompt(caching: bool, chunked: bool) -> Engine:
                           enable_prefix_caching=caching)  # fmt: skip
     engine = Engine(FakeRunner(), config)
     document = list(range(8000))
-    engine.generate([document + [1]], SamplingParams(max_tokens=1))
+    for _ in engine.stream(document + [1], SamplingParams(max_tokens=1), request_id="read before"):
+        pass
     for number in range(8):
         engine.add_request([number] * 10, SamplingParams(max_tokens=18), request_id=f"chat {number}")
     engine.step()
@@ -351,7 +353,7 @@ def long_prompt(caching: bool, chunked: bool) -> Engine:
     return engine
 
 
-print("prefix cache   chunks   tokens computed for it   chunks   the first at   largest step   you said")
+print("prefix cache   chunked   tokens computed for it   chunks   the first at   largest step   you said")
 for (caching, chunked), guess in my_guess_largest.items():
     engine = long_prompt(caching, chunked)
     chunks = [chunk for step in engine.trace.steps for chunk in step.chunks if chunk.request == "long"]
@@ -359,7 +361,7 @@ for (caching, chunked), guess in my_guess_largest.items():
     largest = max(step.prefill_tokens + step.decode_tokens for step in steps)
     yes = {True: "yes", False: "no"}
     print(
-        f"{yes[caching]:>12}{yes[chunked]:>9}{sum(chunk.num_tokens for chunk in chunks):25}"
+        f"{yes[caching]:>12}{yes[chunked]:>10}{sum(chunk.num_tokens for chunk in chunks):25}"
         f"{len(chunks):9}{chunks[0].start_pos:15}{largest:15}{guess:11}"
     )
 show(
@@ -387,7 +389,10 @@ show(
 # > **A block may be reused only behind exactly the same past, only when its forward pass has returned, and never for
 # > the last token of a prompt.**
 #
-# Now write the three parts: [exercises 09](../exercises/09_prefix_cache.ipynb).
+# ## Your turn
+#
+# [Exercise 09](../exercises/09_prefix_cache.ipynb): write the hashes of blocks, what of a prompt can be reused, and a pool
+# whose blocks have several holders. All three find their blocks inside the engine.
 #
 # ## What production does
 #
@@ -433,3 +438,5 @@ show(
 #    computing 16 tokens is simpler and hardly slower.
 #
 #    </details>
+#
+# **Lesson 10** follows a token behind the forward pass, from logits to text on a screen, and asks who waited for what.

@@ -23,6 +23,8 @@ house("sampler", "engine", "trace")
 # comes, and send it. What could be simpler?
 
 # %% name="set-up"
+from IPython.display import display
+
 from course_lib import Engine, EngineConfig, ModelRunner, SamplingParams, demo, load_model
 from course_lib.lab import alt_text, show, show_figure, source, timeline
 from course_lib.lab.pieces import pieces, pieces_alt
@@ -94,8 +96,10 @@ print(f"With {len(less)} of {len(outputs)} tokens. You said {my_guess_tokens_hel
 print(f"finish_reason={outputs[-1].finish_reason!r}, and the text ends in {outputs[-1].text[-20:]!r}")
 
 near = [number for number in range(len(outputs)) if any(0 <= number - place < 3 for place in less)]
-row = ([outputs[-1].token_ids[n] for n in near], [alone[n] for n in near], [outputs[n].new_text for n in near])
-show(pieces(*row), pieces_alt(*row))
+for title, part in (("the first break", near[:3]), ("the second break", near[3:])):
+    print(f"\nTokens {part[0] + 1} to {part[-1] + 1}, around {title}:")
+    row = ([outputs[-1].token_ids[n] for n in part], [alone[n] for n in part], [outputs[n].new_text for n in part])
+    display(show(pieces(*row), pieces_alt(*row)))
 
 # %% [markdown]
 # After the first break the stream kept one line end back, saw a `1`, and let both go. After the second it kept the
@@ -145,12 +149,12 @@ def probabilities(**params):
     return filtered_probabilities(row[None], [Sequence("x", [1], SamplingParams(**params))])[0][0]
 
 
-print("temperature   likeliest   top_k=50   top_p=0.9   min_p=0.1")
+print("temperature   likeliest    top_k=50   top_p=0.9   min_p=0.1")
 for temperature in (0.5, 1.0, 1.5, 2.0):
     likeliest = probabilities(temperature=temperature)[0]
     cuts = ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1})
     counts = [int((probabilities(temperature=temperature, **cut) > 0).sum()) for cut in cuts]
-    print(f"{temperature:11}{likeliest:12.3f}" + "".join(f"{count:11,}" for count in counts))
+    print(f"{temperature:11}{likeliest:12.3f}" + "".join(f"{count:12,}" for count in counts))
 print(f"\nAt temperature 2, top_p=0.9 keeps {counts[1]:,}. You said {my_guess_kept:,}.")
 
 # %% name="draw-row"
@@ -292,11 +296,11 @@ def serve(chunk_size):
 
 
 whole, chunked = serve(None), serve(512)
-print("ITL of the streams        mean   median      P90      P99  longest    TPOT of one stream")
+print("ITL of the streams       mean   median      P90      P99  longest    TPOT of one stream")
 for title, (_, one, gaps) in (("whole", whole), ("chunks of 512", chunked)):
     s = Summary.of(gaps)
     values = "".join(f"{value:6.1f} ms" for value in (s.mean, s.p50, s.p90, s.p99, s.max))
-    print(f"{title:20}{values}{1e3 * one.tpot:15.1f} ms")
+    print(f"{title:20}{values}{1e3 * one.tpot:19.1f} ms")
 a, b = Summary.of(whole[2]), Summary.of(chunked[2])
 print(f"\nThe mean is {a.mean / b.mean:.2f} times as large. You said {my_guess_mean_factor}.")
 larger = "whole" if a.p50 > b.p50 else "chunks"
@@ -351,11 +355,11 @@ print("chunk size   TTFT of the long one         longest gap of the others")
 for chunk_size in (None, 4096, 2048, 1024, 512, 256, 128, 64):
     long, _, gaps = serve(chunk_size)
     factors[chunk_size] = long.ttft / base
-    print(f"{chunk_size or 'whole':>10}{1e3 * long.ttft:12.0f} ms ({long.ttft / base:.2f} ×){max(gaps):25.0f} ms")
+    print(f"{chunk_size or 'whole':>10}{1e3 * long.ttft:12.0f} ms ({long.ttft / base:.2f} ×){max(gaps):30.0f} ms")
 print(f"\n512: {factors[512]:.2f} times, you said {my_guess_512}. 64: {factors[64]:.2f} times, you said {my_guess_64}.")
 
 # %% [markdown]
-# From 8,192 down to 512 the stall shrinks to less than a tenth, and the long prompt's TTFT grows by a quarter. From 512
+# From 8,192 down to 512 the stall shrinks to less than a tenth, and the long prompt's TTFT grows by more than a quarter. From 512
 # to 64 the stall shrinks by another ten milliseconds that nobody feels, and the long prompt waits more than four times as
 # long as at the start. (Lesson 11 has the same sweep with smaller numbers for the small chunks: its streams end earlier, so
 # more of the long prompt's steps are without them.) If you look at that one request alone, chunked prefill always makes it slower. If you look at the service, it is what
@@ -366,7 +370,10 @@ print(f"\n512: {factors[512]:.2f} times, you said {my_guess_512}. 64: {factors[6
 # > **A user sees tokens, not work. Measure from the arrival to the first token and from token to token, look at the longest
 # > gap, and keep the inside view for the question why.**
 #
-# Three pieces of this are yours to write: [exercise 10](../exercises/10_streaming_and_monitoring.ipynb).
+# ## Your turn
+#
+# [Exercise 10](../exercises/10_streaming_and_monitoring.ipynb): write the stream of text, the draw of a token, and the
+# numbers that say what each user waited for.
 #
 # ## What production does
 #

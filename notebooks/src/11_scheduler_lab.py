@@ -143,10 +143,10 @@ def step_with(chunk, running=128, context=100, prompt=4096):
     return step_cost(model, chip, work)
 
 
-print("prompt tokens   step       bound by   µs per token")
+print("prompt tokens      step   bound by   µs per token")
 for chunk in (0, 64, 128, 192, 256, 512, 1024, 2048, 4096):
     cost = step_with(chunk)
-    print(f"{chunk:13}{1e3 * cost.seconds:7.1f} ms   {cost.bound:8}{1e6 * cost.seconds / (128 + chunk):12.1f}")
+    print(f"{chunk:13}{1e3 * cost.seconds:7.1f} ms   {cost.bound:8}{1e6 * cost.seconds / (128 + chunk):15.1f}")
 print(f"\nWith 128 prompt tokens: {1e3 * step_with(128).seconds:.1f} ms. You said {my_guess_ms}.")
 
 # %% [markdown]
@@ -190,7 +190,8 @@ for name, requests in WORKLOADS.items():
         )  # fmt: skip
         m = metrics_of(simulate(config, requests))
         p99[name, size] = m.itl.p99
-        row = "".join(f"{1e3 * value:9.1f} ms" for value in (m.ttft.p50, m.ttft.p99, m.itl.p50, m.itl.p99))
+        values = (m.ttft.p50, m.ttft.p99, m.itl.p50, m.itl.p99)
+        row = "".join(f"{1e3 * value:{width}.1f} ms" for value, width in zip(values, (11, 9, 11, 9)))
         print(f"{name:18}{size or 'whole':>10}{row}{m.output_tokens_per_second:11,.0f}")
 
 factors = {name: p99[name, None] / p99[name, 256] for name in WORKLOADS}
@@ -242,12 +243,14 @@ show(compare(*pair, titles=titles), compare_alt(*pair, titles=titles))
 # All five policies that come with the engine are in one file, each a few lines, each with its promise:
 
 # %% name="policy-source"
+from IPython.display import display
+
 from course_lib.policies import PrefillingFirst, WaitingFirst
 
-print(source(PrefillingFirst), source(WaitingFirst), sep="\n\n")
+display(source(PrefillingFirst), source(WaitingFirst))
 
 # %% [markdown]
-# ## Your turn: the arena
+# ## The arena
 #
 # A policy is an object with an `order` method. It gets the half-filled requests, the waiting ones and the number of the
 # step, and returns them in another order. Here is an idea that isn't stupid: people who have just sent something look at
@@ -297,7 +300,7 @@ result.worst("rush")
 
 # %% [markdown]
 # That request wasn't long: 499 tokens. It got a chunk, and then there was always somebody newer, for eight seconds. It holds its
-# blocks all the while. Goodput doesn't see it, since it is lost after half a second anyway, and so is the mean. That's why
+# blocks all the while. Goodput doesn't see it, since it is lost after half a second anyway, and the median TTFT doesn't see it either. That's why
 # the arena counts who got nothing, and shows fairness (Jain's index of the slowdowns: 1 if all are slowed down alike).
 
 # %% name="bars"
@@ -327,7 +330,10 @@ print(arena(Oracle(), save=False))
 # > **A chunk is free until the arithmetic is busy, and an order only moves waiting from one to another. So know your chip, know
 # > your traffic, and name the one who pays.**
 #
-# Exercises: [a chunk size for a target, and a policy under which nobody starves](../exercises/11_scheduler_lab.ipynb).
+# ## Your turn
+#
+# [Exercise 11](../exercises/11_scheduler_lab.ipynb): compute the chunk size for a target, and write a policy under which
+# nobody starves.
 #
 # ## What production does
 #
@@ -371,4 +377,5 @@ print(arena(Oracle(), save=False))
 #
 #    </details>
 #
-# `make bench` leaves the simulator and measures the engine on your machine.
+# **Lesson 12** leaves the simulator, and measures what each part of the engine is worth. `make bench` does so on your
+# machine.

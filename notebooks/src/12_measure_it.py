@@ -407,3 +407,5 @@ for each in swept["at_scale"]:
 #    lower bound is: what they had waited when the run was cut.
 #
 #    </details>
+#
+# Next: [lesson 13](13_to_production.ipynb), the same engine in the words of vLLM, and where one machine ends.

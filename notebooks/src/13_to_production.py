@@ -122,7 +122,10 @@ for field, why in config.to_vllm().differs.items():
 # terminal a server, in another the measurement:
 #
 # ```bash
-# vllm serve HuggingFaceTB/SmolLM2-135M-Instruct --max-num-batched-tokens 2048 --long-prefill-token-threshold 256
+# vllm serve HuggingFaceTB/SmolLM2-135M-Instruct \
+#     --max-num-batched-tokens 2048 \
+#     --long-prefill-token-threshold 256
+#
 # python -m course_lib bench --url http://127.0.0.1:8000
 # ```
 #
@@ -145,12 +148,12 @@ my_guess_memory_factor = 2  # write yours
 from course_lib.hardware import find_chip, find_model, num_blocks_for
 
 room = {}
-print("model         chips    weights   tokens of K/V   prompts of 8,192 at a time")
+print("model          chips    weights   tokens of K/V   prompts of 8,192 at a time")
 for model in ("llama3-8b", "yi-34b"):
     for chip in ("h100", "2x-h100", "4x-h100"):
         room[model, chip] = tokens = 16 * num_blocks_for(model, chip)
         weights = 2 * find_model(model).parameters / 1e9
-        print(f"{model:12}{chip:>8}{weights:8.0f} GB{tokens:16,}{tokens // 8192:20}")
+        print(f"{model:12}{chip:>8}{weights:8.0f} GB{tokens:16,}{tokens // 8192:29}")
 print(f"\nTwo chips: {room['yi-34b', '2x-h100'] / room['yi-34b', 'h100']:.0f} times as much. You said {my_guess_memory_factor}.")
 
 # %% [markdown]
@@ -310,3 +313,6 @@ print(f"You said {my_guess_transfer_ms} ms.")
 #    decode machine while the next is computed. What is gone is the need to keep the chunks small for the sake of decodes.
 #
 #    </details>
+#
+# This was the last lesson. [Your engine](../exercises/99_my_engine.ipynb) puts the parts that you wrote together and lets them
+# serve. Outside, the next step is number 2 of the list above: vLLM's `schedule()`, which you can read now.

@@ -56,16 +56,24 @@ check("01.1", generate_naive)
 
 # %% [markdown] name="hints-01-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Without a cache the model knows nothing but what you send. So you send everything, prompt and new tokens, and it begins at
 # position 0 every time.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # If you send the newest token alone, the model continues a text that consists of that token. For a prompt of a single
 # token, the first answer is even right.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Copy the prompt into a list. As often as there may be new tokens: ask about the list, append what comes back, stop
 # if it was the end-of-sequence token. Give back the part of the list behind the prompt.
+#
 # </details>
 
 # %% name="run-01-1" tags=["needs-your-code"]
@@ -87,12 +95,12 @@ show(calls_map(panels), calls_map_alt(panels))
 #
 # ```text
 # prompt [7, 8], max_tokens=3
+#                                         in the cache afterwards
+#   model([7, 8], 0, cache)    says 21    positions 0 1
+#   model([21],   ?, cache)    says 5     positions 0 1 2
+#   model([5],    ?, cache)    says 9     positions 0 1 2 3
 #
-#   model([7, 8], 0, cache)     says 21      the cache now holds positions 0 1
-#   model([21],   ?, cache)     says 5                                     0 1 2
-#   model([5],    ?, cache)     says 9                                     0 1 2 3
-#
-# returned: [21, 5, 9]          4 tokens went through the model
+# returned: [21, 5, 9]         4 tokens went through the model
 # ```
 
 # %% name="your-01-2"
@@ -119,16 +127,24 @@ check("01.2", generate_cached)
 
 # %% [markdown] name="hints-01-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A call brings exactly the tokens that have no keys and values in the cache yet. `start_pos` is the position of the first
 # of them in the whole text, so it equals the number of tokens in the cache.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Prompt of 2 tokens, first new token 21. If you now send `[7, 8, 21]` with the filled cache, the model reads a text of
 # five tokens: 7, 8, 7, 8, 21. And 21 is the third token of the text: its position isn't 3.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Make a cache; ask about the prompt; what comes back is the first new token. As long as there may be more and the newest
 # isn't the end: ask about the newest alone, at the position behind the prompt and all new tokens before it.
+#
 # </details>
 
 # %% name="run-01-2" tags=["needs-your-code"]
@@ -184,16 +200,24 @@ check("01.3", prefill_in_pieces)
 
 # %% [markdown] name="hints-01-3"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Keep one count: how many tokens of the prompt are in the cache. It says where the next piece begins, which position its
 # first token has, and when you are done.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Prompt of 8, pieces of 4. If the second piece is numbered from 0, two tokens stand at position 0, and the
 # answer is another one. With prompts that fit in one piece you would never notice.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # As long as the count is below the prompt's length: cut out the next piece, ask about it at the position that the count
 # gives, add the piece's length to the count. Return what the last call said.
+#
 # </details>
 
 # %% name="run-01-3" tags=["needs-your-code"]

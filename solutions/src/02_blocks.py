@@ -21,10 +21,15 @@ from course_lib.slots import blocks_needed
 # chunk of one): how many blocks must it be given first?
 #
 # ```text
-# block_size 4, 6 tokens cached, 2 blocks held            a chunk of 7 comes
+# block_size 4, 6 tokens cached, 2 blocks held
 #
-#   ■ ■ ■ ■   ■ ■ · ·                                     ■ ■ ■ ■   ■ ■ □ □   □ □ □ □   □ · · ·
-#   block 0   block 1                                     block 0   block 1   new       new
+#   ■ ■ ■ ■   ■ ■ · ·
+#   block 0   block 1
+#
+# a chunk of 7 comes
+#
+#   ■ ■ ■ ■   ■ ■ □ □   □ □ □ □   □ · · ·
+#   block 0   block 1   new       new
 # ```
 
 # %% name="your-02-1"
@@ -49,15 +54,23 @@ check("02.1", new_blocks_needed)
 
 # %% [markdown] name="hints-02-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Don't look at the chunk alone. Ask what the request fills when the chunk is in, and what it has.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Blocks of 4. After 3 tokens it holds one block; two more come. They need one new block: the fourth token goes into the
 # old one. And if one more comes instead of two, none.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Tokens afterwards, divided by the block size, rounded up: that many blocks it must have. Take away what it holds. Rounding
 # up without floats: divide with a remainder, and one more if there is any.
+#
 # </details>
 
 # %% name="run-02-1" tags=["needs-your-code"]
@@ -92,14 +105,15 @@ show(block_map(engine.trace, step=11, title="Your blocks, in step 11"), block_ma
 # when nobody holds it any more. A request is a `Sequence`; of it you need one thing, its list `block_table`.
 #
 # ```text
-# blocks of 4 tokens              block tables            reference counts     free list
+# 5 blocks of 4 tokens        block tables       reference   free list
+#                             Ana      Ben       counts
 #
-#                                 Ana []      Ben []      0 0 0 0 0            0 1 2 3 4
-# allocate(Ana, 6)      True      Ana [0, 1]              1 1 0 0 0            2 3 4
-# share(Ben, [0])                             Ben [0]     2 1 0 0 0            2 3 4
-# allocate(Ben, 8)      True                  Ben [0, 2]  2 1 1 0 0            3 4
-# allocate(Ana, 20)     False     Ana [0, 1]              2 1 1 0 0            3 4
-# free(Ana)                       Ana []                  1 0 1 0 0            3 4 1
+#                             []       []        0 0 0 0 0   0 1 2 3 4
+# allocate(Ana, 6)   True     [0, 1]   []        1 1 0 0 0   2 3 4
+# share(Ben, [0])             [0, 1]   [0]       2 1 0 0 0   2 3 4
+# allocate(Ben, 8)   True     [0, 1]   [0, 2]    2 1 1 0 0   3 4
+# allocate(Ana, 20)  False    [0, 1]   [0, 2]    2 1 1 0 0   3 4
+# free(Ana)                   []       [0, 2]    1 0 1 0 0   3 4 1
 # ```
 
 # %% name="your-02-2"
@@ -165,19 +179,27 @@ check("02.2", MyBlockManager)
 
 # %% [markdown] name="hints-02-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # At every moment each block is either in the free list, once, with a reference count of 0, or in as many tables as its
 # count says. Each deed must leave that true, also the one that says no. `blocks_needed(num_tokens, block_size)` from
 # `course_lib.slots` rounds up for you.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Ana and Ben share block 0, and Ana is cancelled. If block 0 goes to the free list now, Chen gets it next and writes his
 # own keys and values where Ben goes on reading. And if Ana's table still says [0, 1] when she comes back, she writes
 # into blocks that are Chen's.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # allocate: how many blocks are missing? More than are free: say no. Else move that many from the front of the free list to
 # the table, each with one owner. share: one owner more for each block, and into the table. free: first look whether
 # every block has an owner; then one owner less for each, into the free list if that was the last; then empty the table.
+#
 # </details>
 
 # %% name="run-02-2" tags=["needs-your-code"]
@@ -212,9 +234,13 @@ show(svg, block_map_alt(engine.trace, step=30))
 # ```text
 # blocks of 16, chunks of at most 256, 20 blocks free, reserve 2
 #
-#   prompt 1000, max_tokens 500     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
-#   prompt  300, max_tokens 500     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
-#   reserving everything would ask for 94 and 50 blocks, and both would wait
+#   prompt 1000, max_tokens 500
+#     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
+#   prompt 300, max_tokens 500
+#     first chunk: 256 tokens, 16 blocks     16 + 2 of 20: let it in
+#
+#   reserving everything would ask for 94 and 50 blocks,
+#   and both would wait
 # ```
 #
 # What is let in early may have to be preempted later. The picture at the end shows what you win, and what you pay.
@@ -244,15 +270,23 @@ check("02.3", can_admit)
 
 # %% [markdown] name="hints-02-3"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Blocks are given per chunk. So what counts at the door is the first chunk, and how many blocks it fills.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # One block of 4 is free and a prompt of 14 comes. There *is* a free block, but the first chunk needs four: the step would
 # fail in the middle. On the other hand, a prompt of 1,000 in chunks of 100 doesn't need 63 free blocks, only 7.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # The first chunk is the prompt or the largest chunk, whichever is smaller. Count its blocks, rounded up. Together with
 # the reserve they must not be more than what is free.
+#
 # </details>
 
 # %% name="run-02-3" tags=["needs-your-code"]

@@ -22,7 +22,8 @@ from course_lib.slots import slot_mapping as our_slot_mapping
 # pool: with blocks of 4, physical block 7 is slots 28 to 31.
 #
 # ```text
-# block_table [7, 2, 9], block_size 4, a chunk of 4 tokens that begins at token 6
+# block_table [7, 2, 9], block_size 4
+# a chunk of 4 tokens that begins at token 6
 #
 #   token of the sequence   0  1  2  3 |  4  5  6  7 |  8  9
 #   this chunk                                  ^  ^    ^  ^
@@ -60,17 +61,22 @@ check("03.1", slot_mapping)
 #
 # A token's slot depends on its index in the whole sequence and on the block table. Compute the index first, then forget
 # that there are chunks.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Blocks of 4, block table [7, 2], a chunk that begins at token 6. Its first token doesn't go into slot 28, and not into
 # slot 6: token 6 is the third of the sequence's second block, which is physical block 2, so slot 10.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
 #
 # For each place in the chunk: the index in the sequence; divided by the block size it gives the logical block, and the
 # remainder gives the place in it. The table turns the logical block into a physical one, whose first slot is its number
 # times the block size.
+#
 # </details>
 
 # %% name="run-03-1" tags=["needs-your-code"]
@@ -101,10 +107,16 @@ assert output.token_ids == FakeRunner().solo(prompt, 4), "other tokens than in o
 #
 # ```text
 # block_size 4
-#   A has 6 tokens, its table is [5, 2]      slots 20 21 22 23 |  8  9 10 11
-#                                            token  0  1  2  3 |  4  5             token 5 is the newest: slot 9
-#   B has 1 token,  its table is [7]         slots 28 29 30 31
-#                                            token  0                              token 0 is the newest: slot 28
+#
+#   A has 6 tokens, its table is [5, 2]
+#     slot    20 21 22 23 |  8  9 10 11
+#     token    0  1  2  3 |  4  5
+#     token 5 is the newest: slot 9
+#
+#   B has 1 token, its table is [7]
+#     slot    28 29 30 31
+#     token    0
+#     token 0 is the newest: slot 28
 # ```
 
 # %% name="your-03-2"
@@ -132,15 +144,20 @@ check("03.2", decode_slots)
 # <details><summary>Hint 1: the rule</summary>
 #
 # A decode is a chunk of one token. All that is new is the question which token of the sequence it is.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # A sequence of 4 tokens with blocks of 4 and the table [6]: its newest token lies in the last slot of block 6, slot 27.
 # There is no second block yet, so an index error means that you looked one token too far.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
 #
 # For each sequence: the index of its newest token, from its length; then the rule of 03.1 for that one index.
+#
 # </details>
 
 # %% name="run-03-2" tags=["needs-your-code"]
@@ -172,13 +189,16 @@ assert output.token_ids == FakeRunner().solo([3, 1, 4, 1, 5, 9], 8), "other toke
 # no request has a token it is empty.
 #
 # ```text
-# block_size 4, block_tables {"Ana": [5, 2], "Ben": [7]}, cached {"Ana": 6, "Ben": 3}
+# block_size 4
+# block_tables {"Ana": [5, 2], "Ben": [7]}, cached {"Ana": 6, "Ben": 3}
 #
 #   slot   8  9 10 11 | 20 21 22 23 | 28 29 30 31
 #   Ana    4  5  .  . |  0  1  2  3 |
 #   Ben               |             |  0  1  2  .
 #
-#   who_owns(9, …) is [("Ana", 5)]      who_owns(10, …) is []      who_owns(0, …) is []
+#   who_owns(9, …)    is [("Ana", 5)]
+#   who_owns(10, …)   is []
+#   who_owns(0, …)    is []
 # ```
 
 # %% name="your-03-3"
@@ -210,17 +230,22 @@ check("03.3", who_owns)
 #
 # From the slot to the physical block and the offset; from the physical block to its place in a request's table, which is
 # the logical block; from there to the token's index.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Blocks of 4, Ana's table is [5, 2], and 6 of her tokens are cached. Slot 10 is in her block 2, at offset 2: that would be
 # token 6. But her cached tokens are 0 to 5: nobody's token lies there.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Divide the slot by the block size, with remainder. For each request whose table holds that block: where in the table?
 # That place times the block size, plus the remainder, is the index; it counts if it is one of the cached tokens. Go
 # on to the next request also after a hit.
+#
 # </details>
 
 # %% name="run-03-3" tags=["needs-your-code"]

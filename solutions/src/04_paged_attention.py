@@ -23,11 +23,13 @@ from course_lib.model import attention
 # each token of the chunk, a column for each token up to the chunk's end, true where the row's token may look.
 #
 # ```text
-# start_pos 5, num_tokens 3           key    0 1 2 3 4   5 6 7
-#                                            cached      chunk
-#                           query    5       how many ones must this row have?
-#                           query    6
-#                           query    7       1 1 1 1 1   1 1 1
+# start_pos 5, num_tokens 3
+#
+#   key       0 1 2 3 4   5 6 7
+#             cached      chunk
+#   query 5   how many ones must this row have?
+#   query 6
+#   query 7   1 1 1 1 1   1 1 1
 # ```
 
 # %% name="your-04-1"
@@ -52,16 +54,21 @@ check("04.1", causal_mask)
 # <details><summary>Hint 1: the rule</summary>
 #
 # Count both, queries and keys, by their position in the sequence. Then one comparison is the whole mask.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # `torch.ones(3, 8).tril()` gives row 0 a single one. But the chunk's first token is token 5 of the sequence: it sees
 # tokens 0 to 5.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Row i stands for position start_pos + i, column j for position j. Two `arange`s, one of them as a column (`[:, None]`),
 # and a comparison between them gives the whole table at once.
+#
 # </details>
 
 # %% name="run-04-1" tags=["needs-your-code"]
@@ -96,12 +103,18 @@ mask_map(mask, queries=[5, 6, 7], keys=range(8), owners=[0] * 5 + [1] * 3, names
 # the K/V of all their tokens, the new ones included, already lies in the pool, scattered over blocks.
 #
 # ```text
-# block_size 4                       A: context 6, its last 2 are queries     B: context 3, its last 1 is a query
-# query            A4 A5 | B2        query_start_loc [0, 2, 3]                context_lens [6, 3]
+# A: context 6, its last 2 tokens are queries
+# B: context 3, its last token is a query
+#
+# block_size 4
 # block_tables     A [2, 0]   B [3]
+# context_lens     [6, 3]
+# query            A4 A5 | B2
+# query_start_loc  [0, 2, 3]
 #
 # pool    block 0        block 1        block 2        block 3
-#         A4 A5  ?  ?    ?  ?  ?  ?     A0 A1 A2 A3    B0 B1 B2  ?          ?: anything, even NaN
+#         A4 A5  ?  ?     ?  ?  ?  ?    A0 A1 A2 A3    B0 B1 B2  ?
+#         ?: anything, even NaN
 #
 # A4 sees A0 … A4        A5 sees A0 … A5        B2 sees B0 … B2
 # ```
@@ -142,18 +155,23 @@ check("04.2", paged_attention)
 #
 # One sequence at a time. Its keys and values in the order of its tokens, no more and no fewer; its queries are the last of
 # these tokens; then scores, mask, softmax, weighted sum.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # A has 6 tokens in blocks 2 and 0, with 4 slots each. `keys[[8, 9, 10, 11, 0, 1]]` are its keys. The eight slots of
 # both blocks would be too many: slots 2 and 3 may hold NaN, and 0 × NaN is NaN, so masking them isn't enough.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
 #
 # For each s: the slots of tokens 0 … context_lens[s] - 1 by the rule of lesson 03; index keys and values with them; a score
 # for each head, query and key (`torch.einsum` with the letters of the shapes); minus infinity where the key's position is
 # beyond the query's, where the first query's position is context_lens[s] minus the number of queries; softmax over the
 # keys; another einsum with the values; write the rows of s.
+#
 # </details>
 
 # %% name="run-04-2" tags=["needs-your-code"]
@@ -192,10 +210,15 @@ show(block_map(engine.trace, step=4, title=title), block_map_alt(engine.trace, s
 # and `weighted` up to date.
 #
 # ```text
-#             keys 0 … 15     16 … 31                         after each tile, for each row:
-# query 20    x x x x x x     x x x x x - - -                   largest    the largest score so far
-# query 21    x x x x x x     x x x x x x - -                   total      the sum of exp(score - largest)
-# query 22    x x x x x x     x x x x x x x -                   weighted   the sum of exp(score - largest) * value
+#             keys 0 … 15         16 … 31
+# query 20    xxxxxxxxxxxxxxxx    xxxxx-----------
+# query 21    xxxxxxxxxxxxxxxx    xxxxxx----------
+# query 22    xxxxxxxxxxxxxxxx    xxxxxxx---------
+#
+# after each tile, for each row:
+#   largest   the largest score so far
+#   total     the sum of exp(score - largest)
+#   weighted  the sum of exp(score - largest) * value
 # ```
 #
 # You need `tl.where`, `tl.maximum`, `tl.max(…, axis=1)`, `tl.sum(…, axis=1)`, `tl.exp` and `tl.dot(…, …,
@@ -248,17 +271,22 @@ check("04.3", chunk_attention)
 #
 # Mask first: minus infinity where the key's position is beyond the query's. Then the three numbers: if a tile brings a
 # larger score, what was summed before was computed with too small a maximum, and shrinks by one factor.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Scores 1, 2, 3 in the first tile: largest 3, total 1.50. Then 5, 1, 1: largest 5. The old 1.50 is worth e³⁻⁵ × 1.50 = 0.20
 # now, and the new total is 0.20 + 1 + e⁻⁴ + e⁻⁴ = 1.24. Without shrinking it would be 2.54.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
 #
 # The new maximum of each row: of the old one and of the tile's. The factor: exp of old minus new. The weights: exp of score
 # minus new, which is 0 for minus infinity. The total: old times factor, plus the sum of the weights. The weighted sum: the
 # same factor, plus weights times values, which is a matrix product. At last the new maximum becomes the old one.
+#
 # </details>
 
 # %% name="run-04-3" tags=["needs-your-code"]

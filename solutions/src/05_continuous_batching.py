@@ -18,11 +18,12 @@ from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 # the prompts that wait go in whole, in their order, as long as there are tokens, seats and blocks for them.
 #
 # ```text
-# budget 32 tokens, 8 seats                 left of the budget
-#   decode   Ana 1, Ben 1, Chen 1               32 → 29
-#   prefill  Dora's prompt, 20 tokens           29 →  9
-#   prefill  Emil's prompt, 12 tokens            9: doesn't fit, Emil waits
-#            Finn's prompt, 5 tokens             9: would fit, but nobody passes Emil
+# budget 32 tokens, 8 seats             left of the budget
+#   decode   Ana 1, Ben 1, Chen 1       32 → 29
+#   prefill  Dora's prompt, 20 tokens   29 →  9
+#   prefill  Emil's prompt, 12 tokens         9: doesn't fit, he waits
+#            Finn's prompt, 5 tokens          9: would fit, but nobody
+#                                                passes Emil
 # ```
 #
 # One exception, because without it somebody would wait for ever: a prompt that is longer than the *whole* budget goes
@@ -85,12 +86,14 @@ check("05.1", WholePrompts)
 #
 # Keep one number, the tokens that are left in this step. Whoever gets a chunk takes as many from it as the chunk has.
 # Decodes were promised a token, so they are served from it first.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Budget 10, three requests run, a prompt of 8 waits. If you compare the prompt with the budget, the step has 11
 # tokens. If you serve the prompt first, somebody who is reading gets nothing.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
@@ -98,6 +101,7 @@ check("05.1", WholePrompts)
 # left = the budget. For each that runs: if left isn't 0 and its block is there, a decode chunk, left minus 1. For each
 # that waits: how many tokens does it need? Stop if no seat is left; stop if they are more than left, unless the plan is
 # still empty; stop if allocate says no. Otherwise a prefill chunk, and take seat and tokens away.
+#
 # </details>
 
 # %% name="run-05-1" tags=["needs-your-code"]
@@ -127,9 +131,13 @@ show(budget(engine.trace, by="step", title="your scheduler: tokens in every step
 # ```text
 # step       0     1     2     3     4     5
 # ends at   1.0   2.0   3.0   7.0   8.0   9.0  seconds
-# Ana        ●     ●     ●     ●     ●     ●      gaps 1 1 4 1 1 → 4.0
-# Ben              ●     ●                 ●      gaps 1 6       → 6.0  (preempted in steps 3 and 4)
-# Chen                               ●            one token      → None
+# Ana        ●     ●     ●     ●     ●     ●
+# Ben              ●     ●                 ●
+# Chen                               ●
+#
+# Ana:  gaps 1 1 4 1 1  → 4.0
+# Ben:  gaps 1 6        → 6.0    preempted in steps 3 and 4
+# Chen: one token       → None
 # ```
 
 # %% name="your-05-2"
@@ -162,18 +170,21 @@ check("05.2", longest_gaps)
 #
 # A gap belongs to one request. It lies between a token and the next token *of the same request*, whatever happened to
 # others, or to itself, between the two.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Ben gets tokens in steps 2 and 5, and nothing between. If you look at the length of the steps in which he got tokens,
 # you never see that he waited.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Remember for each name the time of its latest token. Walk through the steps; whoever gets a token and had one before has
 # a gap: keep it if it is the longest so far. Then this token is the latest.
+#
 # </details>
 
 # %% name="run-05-2" tags=["needs-your-code"]
@@ -187,8 +198,9 @@ for name, length in {"Ana": 9, "Ben": 12, "Chen": 7, "Dora": 6}.items():
     engine.add_request([len(name)] * length, SamplingParams(max_tokens=10), request_id=name)
 while engine.has_unfinished_requests():
     engine.step()
+print("longest gap, in ticks; a tick is one step")
 for name, gap in longest_gaps(engine.trace).items():
-    print(f"{name:>5}: longest gap {gap:.0f} ticks, a tick being one step")
+    print(f"{name:>5}: {gap:2.0f}")
 show(timeline(engine.trace, by="step", title="who was preempted, and for how long"), alt_text(engine.trace))
 
 # %% name="run-05-2-real" tags=["needs-your-code", "nbval-ignore-output"]

@@ -27,12 +27,14 @@ from course_lib.sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
 # it afterwards.)
 #
 # ```text
-# prompt 10, chunks of 4           known   cached   state
-# before                             10        0    WAITING
-# chunk 0-3 is done                  10        4    PREFILLING
-# chunk 4-7 is done                  10        8    PREFILLING
-# chunk 8-9 is done                  10       10    RUNNING       … now the engine appends a token: 11 known
-# decode 10-10 is done               11       11    RUNNING       … and so on: 12 known
+# prompt 10, chunks of 4              known   cached   state
+# before                                10        0    WAITING
+# chunk 0-3 is done                     10        4    PREFILLING
+# chunk 4-7 is done                     10        8    PREFILLING
+# chunk 8-9 is done                     10       10    RUNNING
+#   now the engine appends a token      11       10    RUNNING
+# decode 10-10 is done                  11       11    RUNNING
+#   and so on: another token            12       11    RUNNING
 # ```
 
 # %% name="your-06-1"
@@ -65,18 +67,21 @@ check("06.1", advance)
 # <details><summary>Hint 1: the rule</summary>
 #
 # The counter says what is in the cache. After a chunk, that is everything up to the chunk's end, and nothing more.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # A request of 6 prompt and 4 generated tokens was preempted and computes them again in chunks of 6. After the first
 # chunk its prompt is complete. May it decode? Four of its tokens have no K/V.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Set the counter to the position behind the chunk. If the request was decoding, that's all. Otherwise compare the
 # counter with the tokens it knows: all of them there, it runs; else it is (or stays) in the middle.
+#
 # </details>
 
 # %% name="run-06-1" tags=["needs-your-code"]
@@ -170,12 +175,14 @@ check("06.2", Ends)
 #
 # Who leaves a state leaves its queue, and gives back what that state holds. Giving back nothing costs nothing: free() of
 # a request without blocks does no harm.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # A request with 12 cached tokens is preempted. Its blocks go to somebody else. If its counter still says 12, where will
 # its next chunk begin, and whose K/V will it read?
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
@@ -183,6 +190,7 @@ check("06.2", Ends)
 # finish: out of whichever queue holds it; FINISHED; the reason; free. preempt: out of its queue, to the front of the
 # waiting ones; WAITING; free; cached_token_count back to zero (prefilled_token_count is computed from it); one
 # preemption more.
+#
 # </details>
 
 # %% name="run-06-2" tags=["needs-your-code"]
@@ -218,10 +226,12 @@ show(state_machine(engine.trace), state_machine_alt(engine.trace))
 # had not begun, and the caller must hear of it.
 #
 # ```text
-# schedule()   takes blocks for the next chunk          prompt 10, 4 cached, 1 block  →  2 blocks
+# prompt 10                                            cached   blocks
+# before                                                  4        1
+# schedule()   takes blocks for the next chunk            4        2
 # forward()    raises: device out of memory
-# afterwards                                            4 cached, 1 block, and the same error for the caller
-# one_step()   again: the same chunk                    8 cached, 2 blocks
+# afterwards   the caller has the same error, and         4        1
+# one_step()   again: the same chunk                      8        2
 # ```
 
 # %% name="your-06-3"
@@ -254,18 +264,21 @@ check("06.3", one_step)
 # <details><summary>Hint 1: the rule</summary>
 #
 # A counter says what is in the cache, not what should get there soon. So it may move when the model has returned.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # The counter moves, then the model raises. The next step plans the *following* chunk. Who computes the one that failed?
 # And who gives back the block that it had taken?
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Plan. Try to run it; if anything is raised, roll back and let the error go on its way. Otherwise commit, and return what
 # the model returned.
+#
 # </details>
 
 # %% name="run-06-3" tags=["needs-your-code"]
@@ -288,7 +301,7 @@ while len(request.generated_token_ids) < 4:
         note = str(failure)
     cached, known = request.cached_token_count, request.known_token_count
     cells = "■" * cached + "□" * (known - cached)
-    print(f"call {runner.num_calls - 1}: {request.status.name:<10} {cells:<14} {len(request.block_table)} blocks   {note}")
+    print(f"call {runner.num_calls - 1}: {request.status.name:<10} {cells:<14} blocks: {len(request.block_table)}   {note}")
 
 expected = FakeRunner().solo(list(range(100, 110)), 4)
 assert request.generated_token_ids == expected, f"got {request.generated_token_ids}; without failures it's {expected}"

@@ -27,14 +27,19 @@ tiny = load_model("tiny")  # brings transformers along, which takes a few second
 # what is whose: positions, slots, borders, and the rows that give a token.
 #
 # ```text
-# blocks of 4            Ana decodes       document, tokens 4-7 of 10       note, all of its 3 tokens
-#                        block table [6]   block table [2, 0]               block table [5]
-# row                      0                  1   2   3   4                   5   6   7
-# positions                2                  4   5   6   7                   0   1   2
-# slot_mapping            26                  0   1   2   3                  20  21  22
-# query_start_loc        0 |                1 |                             5 |           8
-# context_lens             3                    8                               3
-# sample_rows              ◆ 0                  (none: it isn't done)                   ◆ 7
+# blocks of 4
+#   Ana        decodes                   block table [6]
+#   document   tokens 4-7 of 10          block table [2, 0]
+#   note       all of its 3 tokens       block table [5]
+#
+#                   Ana   document          note
+# row                 0 |   1   2   3   4 |   5   6   7 |
+# positions           2 |   4   5   6   7 |   0   1   2 |
+# slot_mapping       26 |   0   1   2   3 |  20  21  22 |
+# query_start_loc     0     1                 5             8
+# context_lens        3     8                 3
+# sample_rows       ◆ 0                             ◆ 7
+#                         none of the document: it isn't done
 # ```
 
 # %% name="your-07-1"
@@ -91,12 +96,14 @@ check("07.1", build_batch)
 #
 # Two kinds of numbers meet here. What says *which token of the sequence* (position, slot, context) counts in the
 # sequence. What says *which row* (borders, rows to sample) counts in the flat batch.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # Two requests, 3 tokens each, both with their last chunk. If you sample the last row of the batch twice, the first
 # request gets the second one's token, and with a single request you never notice.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
@@ -104,6 +111,7 @@ check("07.1", build_batch)
 # Start with empty lists and the border 0. For each chunk: its tokens, its positions from start to end, its slots; then the
 # length of the batch so far is the next border. If it is the chunk that reaches the last known token, the last row
 # just laid is one to sample.
+#
 # </details>
 
 # %% name="run-07-1" tags=["needs-your-code"]
@@ -141,10 +149,13 @@ print("five requests, in company, and each got the tokens that it would have got
 #
 # ```text
 # prompt of 10 tokens, blocks of 4, block table [3, 1, 2]
-# chunk           start_pos   positions   slots                 attends to   returns
-# tokens 0-3          0        0 … 3      12 13 14 15            4 tokens    None
-# tokens 4-8          4        4 … 8       4  5  6  7  8         9 tokens    None
-# token  9            9        9           9                    10 tokens    logits [vocab]
+#
+# tokens  start_pos  positions  slots           attends to  returns
+#  0-3        0       0 … 3     12 13 14 15      4 tokens   None
+#  4-8        4       4 … 8      4  5  6  7  8   9 tokens   None
+#   9         9       9          9              10 tokens   logits
+#
+# logits: those of token 9, a row [vocab]
 # ```
 
 # %% name="your-07-2"
@@ -188,18 +199,21 @@ check("07.2", run_prefill_chunk)
 #
 # A chunk is computed as if it had never been cut out. Everything about its tokens goes by their place in the whole
 # sequence; only its rows are counted from 0.
+#
 # </details>
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
 # The chunk with the tokens 4 to 8 of 10. Its first token has the position 4, and its context begins at token 0. Its
 # last row predicts token 9, which the user has written already.
+#
 # </details>
 #
 # <details><summary>Hint 3: a sketch</summary>
 #
 # Where does the chunk end, and is that the end of what is known? Fill in a Batch with one sequence: borders 0 and the
 # length; one row to sample, or none. Run it. Return its one row of logits, or None.
+#
 # </details>
 
 # %% name="run-07-2" tags=["needs-your-code"]

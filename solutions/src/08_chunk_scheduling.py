@@ -21,9 +21,12 @@ from course_lib.sequence import PREFILLING, RUNNING, WAITING
 # A worked number: a prompt of 1,000 tokens has 264 of them in the cache, the chunk size is 256, blocks have 16 tokens.
 #
 # ```text
-#  block      0    1   …   15   16 | 17   18  …   31   32
-#             [16][16] … [16][ 8··]                          264 tokens in 17 blocks; 8 slots of the last are free
-#                              ^^^^^^^^^^^^^^^^^^^^^^^^^     the next 256 tokens
+#  block       0     1   …   15    16  |  17    18   …   31    32
+#  cached    [16]  [16]  …  [16]  [ 8··]
+#  chunk                          [··8 ] [16]  [16]  …  [16]  [ 8··]
+#
+#  cached: 264 tokens in 17 blocks; 8 slots of the last are free
+#  chunk:  the next 256 tokens, 8 + 15 × 16 + 8
 # ```
 #
 # They fill the 8 free slots, and 248 tokens remain: 15.5 blocks, so **16 new blocks**. Are they not free? Then the
@@ -118,10 +121,12 @@ show(timeline(engine.trace, title="Your chunk lengths, in the engine's scheduler
 # A worked step, with a budget of 100 tokens, chunks of at most 64, room for 3 requests:
 #
 # ```text
-# RUNNING     A   1 token                       -> A: 1     (99 tokens left)
-# PREFILLING  B   200 tokens, 150 in the cache  -> B: 50    (49 tokens left)
-# WAITING     C   40 tokens                     -> C: 40    (9 tokens left)
-#             D   10 tokens                     -> nothing: three requests are in flight, there's no seat for D
+# RUNNING     A  1 token                       A: 1    (99 tokens left)
+# PREFILLING  B  200 tokens, 150 in the cache  B: 50   (49 tokens left)
+# WAITING     C  40 tokens                     C: 40   (9 tokens left)
+#             D  10 tokens                     nothing
+#
+# D: three requests are in flight, there's no seat for it
 # ```
 
 
@@ -249,9 +254,12 @@ show(compare(mine, theirs, titles=titles, by="step"), compare_alt(mine, theirs, 
 # A worked number, for a budget of 8 tokens and a share of 0.5: decode may take 4 of them.
 #
 # ```text
-# request            A   B   C   D   E   F
-# last_step          7   7   6   6   7   7      the step that last computed something of it
-# gets its token     x   x   x   x              C and D have gone longest without; then A and B, who arrived before E
+# request           A   B   C   D   E   F
+# last_step         7   7   6   6   7   7
+# gets its token    x   x   x   x
+#
+# last_step is the step that last computed something of it.
+# C and D have gone longest without; then A and B, who arrived before E.
 # ```
 
 

@@ -18,8 +18,11 @@ from course_lib.runners import FakeRunner
 # depend on all of them, too: it's made of the **hash of the block before it** and of the block's own tokens.
 #
 # ```text
-# salt ──> hash( · , 11 12 13 14) ──> hash( · , 21 22 23 24) ──> hash( · , 31 32 33 34)      41 42
-#          hashes[0]                  hashes[1]                  hashes[2]                   not full: no hash
+# salt
+#  └──> hash( · , 11 12 13 14)                  hashes[0]
+#        └──> hash( · , 21 22 23 24)            hashes[1]
+#              └──> hash( · , 31 32 33 34)      hashes[2]
+#                             41 42             not full: no hash
 # ```
 #
 # Before the first block stands the salt, where the request has one. Python's `hash()` of a tuple will do.
@@ -91,8 +94,10 @@ show(block_map(engine.trace, title="Found by your hashes"), block_map_alt(engine
 # with what you asked for.
 #
 # ```text
-# prompt of 64 tokens, blocks of 16, all 4 blocks are cached:   reuse 3 blocks, compute positions 48 … 63
-# prompt of 65 tokens, the same 4 blocks are cached:            reuse 4 blocks, compute position 64
+# blocks of 16, the 4 full blocks of the prompt are cached
+#
+# prompt of 64 tokens:   reuse 3 blocks, compute positions 48 … 63
+# prompt of 65 tokens:   reuse 4 blocks, compute position 64
 # ```
 
 
@@ -175,9 +180,15 @@ show(timeline(engine.trace, title="8,003 tokens, then 12,000 of which your match
 # be found yet.
 #
 # ```text
-#            take("k1")     filled(0)       share(0)       give_back    give_back     take("k7"), when it's its turn
-# holders    0 → 1          1               2              1            0             1
-# found      no             yes, as "k1"    yes            yes          yes           no: it's going to hold something else
+#                  holders of    found
+#                  block 0
+# take("k1")         0 → 1       no
+# filled(0)            1         yes, as "k1"
+# share(0)             2         yes
+# give_back([0])       1         yes
+# give_back([0])       0         yes
+# take("k7")           1         no: it's going to hold something else
+#                                (when it's block 0's turn)
 # ```
 #
 # When a block must be overwritten, take the one that nobody has held for the longest time. When a request gives its

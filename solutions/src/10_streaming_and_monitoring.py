@@ -24,14 +24,17 @@ from course_lib.workloads import simulate, stall
 # pieces together are what the tokenizer makes of all tokens together.
 #
 # ```text
-# token    what it is                            push returns
+# token    what it is                        push returns
 #
-#  28589   "中", a whole character               "中"
-#  10813   the first two bytes of a bird         ""            "�" would be wrong, and can't be taken back
-#    234   its third byte                        ""
-#    116   its last byte                         "🐦"
-#  10813   two bytes of another bird             ""
-#          here the answer is cut off            flush: "�"    nothing more will come: this is all there is
+#  28589   "中", a whole character           "中"
+#  10813   the first two bytes of a bird     ""
+#    234   its third byte                    ""
+#    116   its last byte                     "🐦"
+#  10813   two bytes of another bird         ""
+#          here the answer is cut off        flush: "�"
+#
+# "�" for the first two bytes would be wrong, and can't be taken back.
+# At the end it's right: nothing more will come, this is all there is.
 # ```
 #
 # A decoder writes `"\N{REPLACEMENT CHARACTER}"` (`"�"`) for bytes that are no whole character. Some never become one:
@@ -79,18 +82,26 @@ check("10.1", TextStream)
 
 # %% [markdown] name="hints-10-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A token's text isn't a property of the token. It depends on its neighbours. So decode a row of tokens, not one, and show what
 # the newest one added.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # You keep the tokens that were not shown yet, decode only those, and forget them once they gave whole characters. That is right
 # for emoji. Now the tokens are "Good" and " morning", and the tokenizer drops a space in front of a text: what does it make of
 # " morning" alone?
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Keep all tokens. On each push decode all of them. If the text ends in the middle of a character, show nothing. Else show what is
 # longer than the text shown so far, and remember the new length. At the end there is nothing to wait for: show the rest, broken or
 # not.
+#
 # </details>
 
 # %% name="run-10-1" tags=["needs-your-code"]
@@ -115,14 +126,18 @@ show(pieces(*row), pieces_alt(*row))
 # request's seed and on how many tokens it has, and on nothing else, so that a request gives the same answer in every batch.
 #
 # ```text
-# token           0      1      2      3          temperature 1, top_p 0.8
+# temperature 1, top_p 0.8
+#
+# token           0      1      2      3
 # probability    0.10   0.50   0.05   0.35
 #
 # most likely first:    token 1   token 3   token 0   token 2
 #                         0.50      0.35      0.10      0.05
 # added up                0.50      0.85      0.95      1.00
-# kept                    yes       yes       no        no        0.85 is the first sum that reaches 0.8
+# kept                    yes       yes       no        no
 # drawn                   59 %      41 %
+#
+# 0.85 is the first sum that reaches 0.8.
 # ```
 
 # %% name="your-10-2"
@@ -151,17 +166,25 @@ check("10.2", sample_token)
 
 # %% [markdown] name="hints-10-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Logits become probabilities by softmax, after they were divided by the temperature. A token is kept when the tokens before it, in
 # falling order, have not reached p yet.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Probabilities 0.9 and 0.1, p = 0.5. "Keep while the sum is below p" keeps nothing: the first sum is 0.9 already. And after a sort,
 # place 0 is the most likely token, not token 0.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Temperature 0 is a case of its own. Otherwise: softmax; sort, and keep the ids beside the values; for each place, the sum of all
 # places before it; set to zero where that sum has reached p; a random generator made from the seed and the number of tokens, both;
 # draw a place; look up whose id it is.
+#
 # </details>
 
 # %% name="run-10-2" tags=["needs-your-code"]
@@ -212,7 +235,8 @@ show_figure(figure, f"The first words of 64 answers with your sampler beside the
 #   computed of it  chunk   chunk   chunk   decode  decode  decode
 #   its user gets   -       -       token   token   token   token
 #
-# TTFT  3.0 - 0.5 = 2.5 s     gaps  0.2  0.2  1.0     median 0.2 s     longest 1.0 s
+# TTFT  3.0 - 0.5 = 2.5 s
+# gaps  0.2  0.2  1.0: median 0.2 s, longest 1.0 s
 # ```
 #
 # `trace.requests[name].arrival_time` says when a request came. `trace.steps` are the steps in order; a step has an `end`, in
@@ -243,15 +267,23 @@ check("10.3", latencies)
 
 # %% [markdown] name="hints-10-3"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A user sees tokens, nothing else. A token is there when its step has ended. Everything is a difference of two moments: arrival and
 # first token, token and next token of the same request.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # You take the length of the steps as the gaps. A request is preempted for three steps: how long did its user wait?
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # First a list of moments per request: go through the steps, and append the end to the list of everyone who got a token. Then, per
 # request: the differences of neighbours; the first moment minus the arrival; None where a list is too short.
+#
 # </details>
 
 # %% name="run-10-3" tags=["needs-your-code"]

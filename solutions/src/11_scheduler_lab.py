@@ -24,13 +24,18 @@ from course_lib.workloads import simulate, stall
 # a step takes. All steps with a full chunk hold the same number of tokens, but they aren't equally long:
 #
 # ```text
-# a prompt of 1,000 tokens in chunks of 250, each token attends to all before it and to itself
+# a prompt of 1,000 tokens in chunks of 250;
+# each token attends to all before it and to itself
 #
-#   chunk      tokens     (query, key) pairs: pairs_of(num_tokens, context_len)
+#   chunk      tokens     (query, key) pairs:
+#                         pairs_of(num_tokens, context_len)
 #    0- 249      250        31,375
 #  250- 499      250        93,875
 #  500- 749      250       156,375
-#  750- 999      250       218,875   the same tokens, seven times the pairs, and the first token is sampled
+#  750- 999      250       218,875
+#
+# The last has as many tokens as the first, and seven times the pairs;
+# and with it the first token is sampled.
 # ```
 #
 # (If the size doesn't divide the prompt, the last chunk is shorter. You may count as if it were full and ended at the prompt's end.)
@@ -66,16 +71,24 @@ check("11.1", chunk_for_target)
 
 # %% [markdown] name="hints-11-1"
 # <details><summary>Hint 1: the rule</summary>
+#
 # A promise about every step is a promise about the slowest one. Find out which step that is, count its work, and ask the cost model.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # You count the pairs of a chunk as if it were the first of the prompt. The first step is within the target, and so is the second. And
 # the last, of a prompt of 100,000 tokens?
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Tokens: the chunk's and one per stream. Rows: one per stream, and one for the prompt's first answer token. Pairs: each stream's
 # context, and those of a chunk that ends where the prompt ends. Context: all streams' and the whole prompt's. Then search: a larger
 # chunk never takes less time, so halve the range, or try one size after the other.
+#
 # </details>
 
 # %% name="run-11-1" tags=["needs-your-code"]
@@ -100,13 +113,16 @@ show(timeline(trace, title=f"chunks of {size}"), alt_text(trace))
 # document for long, and a document never waits for ever.
 #
 # ```text
-# step 100, max_age=64                            left    came in step    age
-#   doc       PREFILLING, 2000 of 8000 cached     6000        30           70
-#   essay     WAITING                              900        34           66
-#   question  WAITING                               40        99            1
-#   note      WAITING                              200        97            3
+# step 100, max_age=64
+#                                                came in
+#                                         left      step   age
+#   doc       PREFILLING, 2000 of 8000    6000        30    70
+#   essay     WAITING                      900        34    66
+#   question  WAITING                       40        99     1
+#   note      WAITING                      200        97     3
 #
-# order: doc, essay (old, by arrival), then question, note (young, by what is left)
+# order: doc, essay        the old ones, by arrival
+#        question, note    the young ones, by what is left
 # ```
 #
 # A sequence has `remaining_token_count` (tokens without K/V), `arrival_step`, `arrival` (its place in the order of arrival) and
@@ -144,14 +160,22 @@ check("11.2", ShortestWithAgeing)
 
 # %% [markdown] name="hints-11-2"
 # <details><summary>Hint 1: the rule</summary>
+#
 # Two groups, each with an order of its own. Which group a request is in depends on when it came, and on nothing that happened since.
+#
 # </details>
+#
 # <details><summary>Hint 2: a counter-example</summary>
+#
 # Say age counts from the last chunk. The document gets old, gets one chunk, and is young again. Ten chunks take ten times max_age.
+#
 # </details>
+#
 # <details><summary>Hint 3: a sketch</summary>
+#
 # Go through both lists. Put each sequence into one of two lists of your own, by its age. Sort each by its own key. Return the old
 # ones, then the others. Ties: by arrival, so the young ones' key has two parts. (One call of sorted with a key that is a tuple does the same.)
+#
 # </details>
 
 # %% name="run-11-2" tags=["needs-your-code"]

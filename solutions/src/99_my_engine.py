@@ -195,7 +195,7 @@ show(block_map(pressed.trace, busiest, title=title), block_map_alt(pressed.trace
 print(f"{'':>24} SmolLM2   under pressure")
 for part in parts:
     if part.room and part.state == "green":
-        counts = f"{yours.calls[part.id]:>8} {pressed.calls[part.id]:>8}"
+        counts = f"{yours.calls[part.id]:>8} {pressed.calls[part.id]:>16}"
         print(f"{part.id} {part.exercise.part:<18} {counts}     {part.role.removeprefix('yours: ')}")
 if not yours.calls and not pressed.calls:
     print("No part of yours was asked yet: in both runs all of the engine was ours.")
