@@ -371,8 +371,8 @@ for each in swept["at_scale"]:
 # - vLLM has a command for each question ([its benchmark pages](https://docs.vllm.ai/en/latest/benchmarking/cli/)): `vllm bench latency` for one batch, `vllm bench throughput` for a
 #   heap of prompts that are all there, `vllm bench serve` for requests over time: `--request-rate` and `--burstiness` make an open loop,
 #   `--max-concurrency` closes it. The rate is infinite if you don't set it: then all requests arrive at once, and TTFT is mostly queueing.
-# - `vllm bench sweep` starts a server per setting and measures each ([parameter sweeps](https://docs.vllm.ai/en/latest/benchmarking/sweeps/)): the sweep above, for flags. Its
-#   datasets include one with shared beginnings (`prefix_repetition`): as you saw, a prefix cache can't be measured without.
+# - `vllm bench sweep` starts a server per setting and measures each ([parameter sweeps](https://docs.vllm.ai/en/latest/benchmarking/sweeps/)): the sweep above, for flags. The
+#   datasets of `vllm bench serve` include one with shared beginnings (`prefix_repetition`): as you saw, a prefix cache can't be measured without.
 # - For servers in production vLLM's documentation recommends GuideLLM. `python -m course_lib bench --url …` measures any server with lesson 00's workload (lesson 13).
 # - MLPerf Inference, the industry's benchmark, has a *server* scenario: requests come as a Poisson process, and what counts is the highest rate at which the
 #   tail of the latencies stays within a limit. That's goodput, and lesson 11's `capacity.py` searches it.
