@@ -37,7 +37,7 @@ print(f"\nThe pool of rungs 3 to 7: {saved['kv_slots']:,} slots of {saved['kv_by
 
 # %% [markdown]
 # Rung 3 is one that no lesson announced. The engine doesn't only schedule better, it also has a faster forward pass of its own
-# (lesson 07's `packed.py`, lesson 04's kernels). Without that rung, the next idea would get the credit for it.
+# (`model/packed.py`, and the kernels in `model/cpu_kernels.c`). Without that rung, the next idea would get the credit for it.
 #
 # All rungs serve the same four workloads. The requests come at fixed times, ready or not:
 
@@ -46,8 +46,9 @@ for name, workload in saved["workloads"].items():
     requests = workload["requests"].values()
     prompts = [request["prompt_tokens"] for request in requests]
     print(f"{name:10} {workload['about']}")
-    print(f"{'':10} {len(prompts)} requests within {max(request['arrival_s'] for request in requests):.1f} s, prompts of "
-          f"{min(prompts)} to {max(prompts):,} tokens, {sum(request['new_tokens'] for request in requests)} tokens to generate\n")
+    last, new = max(request["arrival_s"] for request in requests), sum(request["new_tokens"] for request in requests)
+    print(f"{'':10} {len(prompts)} requests within {last:.1f} s, prompts of {min(prompts)} to {max(prompts):,} tokens, "
+          f"{new} tokens to generate\n")
 
 # %% [markdown]
 # Seven engines, four workloads, several rounds: minutes of work for your machine. So this lesson reads what such a run left in
@@ -70,21 +71,21 @@ print(f"Noted: tokens per second × {my_guess_rate}, longest gap × {my_guess_ga
 # %% name="batching"
 def effect(workload, rung, measure):
     """What the rung changes against the one before: ratio (a median), min and max over the rounds, and a verdict."""
-    found = [each for each in saved["workloads"][workload]["effects"] if each["to"] == rung and each["measure"] == measure]
-    return found[0]
+    found = saved["workloads"][workload]["effects"]
+    return next(each for each in found if each["to"] == rung and each["measure"] == measure)
 
 
 def medians(workload, measures=("median TTFT", "longest TTFT", "P99 ITL", "longest gap", "output tokens/s")):
     """Medians over the rounds, in seconds; ">": a lower bound, since the run was cut."""
     runs = saved["workloads"][workload]["runs"]
-    print(f"{workload:20}" + "".join(f"{measure:>16}" for measure in measures))
+    print(f"{workload:20}" + "".join(f"{measure:>17}" for measure in measures))
     for rung in saved["rungs"]:
         mine = [row for row in runs if row["rung"] == rung["name"]]
         cells = []
         for measure in measures:
             mark = ">" if "TTFT" in measure and any(row["cut"] for row in mine) else ""
             cells.append(f"{mark}{median(value_at(row, COMPARED[measure][0]) for row in mine):.3g}")
-        print(f"{rung['name']:20}" + "".join(f"{cell:>16}" for cell in cells))
+        print(f"{rung['name']:20}" + "".join(f"{cell:>17}" for cell in cells))
 
 
 medians("document")
@@ -113,7 +114,8 @@ def draw(workload):
     for measure in ("median TTFT", "longest gap", "output tokens/s"):
         values = {rung["name"]: values_of(result["runs"], rung["name"], COMPARED[measure][0]) for rung in saved["rungs"]}
         words.append(f"{measure}: " + ", ".join(f"{name} {median(each):.2g}" for name, each in values.items() if each))
-    return show_figure(figure(result, f"{workload}: {result['about']}"), f"The rungs by four measures. {'. '.join(words)}.")
+    drawn = figure(result, f"{workload}: {result['about']}")
+    return show_figure(drawn, f"The rungs by three measures, and the KV slots that they reserve. {'. '.join(words)}.")
 
 
 draw("document")
@@ -133,14 +135,17 @@ print(f"Noted: the document waits {my_guess_document} times as long.")
 # %% name="document"
 for measure in ("longest gap", "P99 ITL", "document's TTFT", "output tokens/s"):
     each = effect("document", "chunked prefill", measure)
-    print(f"{measure:18} × {each['ratio']:.2f}   ({each['min']:.2f} to {each['max']:.2f} in single rounds)   {each['verdict']}")
+    print(f"{measure:18} × {each['ratio']:.2f}   ({each['min']:.2f} to {each['max']:.2f} in single rounds)   "
+          f"{each['verdict']}")
 own = effect("document", "chunked prefill", "document's TTFT")
 print(f"\nThe document's first token: × {own['ratio']:.2f}. You said {my_guess_document}.")
 assert effect("document", "chunked prefill", "longest gap")["verdict"] == "better"
 
 # %% [markdown]
 # Chunked prefill doesn't make a long prompt faster, and isn't meant to. It has to share its steps with the others' decodes, and each
-# chunk reads the keys and values of all chunks before it again. What it buys is that the others don't stand still.
+# chunk reads the keys and values of all chunks before it again. What that costs depends on the machine: on a CPU, 256 tokens keep the arithmetic
+# busy, and a larger piece would not be computed any better. (On the chips at the end of this lesson it costs more.) What it buys is that the others don't
+# stand still.
 #
 # ## A rung that does nothing
 #
@@ -156,10 +161,11 @@ print(f"Noted: {my_guess_best} improves it most; of the last two, {my_guess_usef
 
 # %% name="chat"
 medians("chat")
-best = min((each for each in saved["workloads"]["chat"]["effects"] if each["measure"] == "P99 ITL"), key=lambda each: each["ratio"])
+effects = saved["workloads"]["chat"]["effects"]
+best = min((each for each in effects if each["measure"] == "P99 ITL"), key=lambda each: each["ratio"])
 print(f"\nThe P99 ITL improves most with: {best['to']} (× {best['ratio']:.2f}). You said {my_guess_best}.\n")
 for rung in ("prefix cache", "chunked prefill"):
-    clear = [f"{each['measure']} × {each['ratio']:.2f}" for each in saved["workloads"]["chat"]["effects"]
+    clear = [f"{each['measure']} × {each['ratio']:.2f}" for each in effects
              if each["to"] == rung and each["verdict"] in ("better", "worse")]  # fmt: skip
     print(f"{rung}: {', '.join(clear) or 'nothing that all rounds agree on'}")
 print(f"You said {my_guess_useful}.")
@@ -194,6 +200,23 @@ print(f"\n{hits:,.0f} of {asked:,} prompt tokens were found and not computed")
 assert effect("rag", "prefix cache", "median TTFT")["verdict"] == "better"
 
 # %% [markdown]
+# Compute less, and everybody's first token is there sooner. Now look one row further down, at chunked prefill under the same questions. Two
+# of its columns disagree:
+
+# %% name="which-tail"
+tails = {measure: effect("rag", "chunked prefill", measure) for measure in ("longest gap", "P99 ITL")}
+for measure, each in tails.items():
+    print(f"{measure:12} × {each['ratio']:.2f}   {each['verdict']}")
+gaps = sum(request["new_tokens"] - 1 for request in saved["workloads"]["rag"]["requests"].values())
+print(f"\ngaps between two tokens in a run: {gaps}. The P99 lies near the largest but one.")
+assert tails["longest gap"]["verdict"] == "better" and tails["P99 ITL"]["verdict"] == "worse"
+
+# %% [markdown]
+# Nobody lies. A document in one piece makes **one** long gap for whoever is streaming, and of so few gaps one in a hundred is hardly one: the
+# P99 looks past it. Cut into two chunks it makes **two** gaps of about half the length, and now the P99 sees one of them. A percentile counts how many gaps are
+# bad, the maximum how bad they are. With few gaps, report both, and say how many there were.
+
+# %% [markdown]
 # ## What memory buys
 #
 # Paging computes nothing faster. Its column is another one: how many slots are reserved, how many of them hold something, and how many
@@ -203,14 +226,17 @@ assert effect("rag", "prefix cache", "median TTFT")["verdict"] == "better"
 print(f"{'chat':20}{'reserved':>10}{'used':>8}{'waste':>8}{'requests at once':>18}{'longest TTFT':>15}")
 for rung in saved["rungs"][1:]:
     mine = [row for row in chats["runs"] if row["rung"] == rung["name"]]
-    slots = {key: median(row["kv_slots"][key] for row in mine) for key in ("reserved_peak", "used_peak", "waste", "requests_peak")}
+    keys = ("reserved_peak", "used_peak", "waste", "requests_peak")
+    reserved, used, waste, at_once = (median(row["kv_slots"][key] for row in mine) for key in keys)
     wait = median(row["ttft_s"]["max"] for row in mine)
-    print(f"{rung['name']:20}{slots['reserved_peak']:10,.0f}{slots['used_peak']:8,.0f}{slots['waste']:8.0%}{slots['requests_peak']:18.0f}{wait:13.2f} s")
+    print(f"{rung['name']:20}{reserved:10,.0f}{used:8,.0f}{waste:8.0%}{at_once:18.0f}{wait:13.2f} s")
+price = effect("chat", "paged attention", "median ITL")
+print(f"\nWhat paging changes in the median ITL of the chats: × {price['ratio']:.2f}, {price['verdict']}")
 
 # %% [markdown]
 # A reservation for the longest request that is allowed fills the pool with nothing. With blocks of 16 the same pool has room for everybody
-# who comes, and the one who came last waits less. (Is there a price? Look at the P99 ITL of the chats above: the more people share a step,
-# the longer it takes.)
+# who comes, and the one who came last waits less. (More people in a step make it longer, but not by much: a step of eight reads the
+# same weights as a step of four. The last line says what of it could be measured.)
 #
 # ## How to fool yourself
 #
@@ -244,11 +270,12 @@ for name, times in trace.token_times().items():
 
 # %% name="single-rounds"
 print("the pairs of rungs whose ratio differed most between the rounds")
-everything = [(name, each) for name, workload in saved["workloads"].items() for each in workload["effects"] if not each["bound"]]
-for name, each in sorted(everything, key=lambda pair: -pair[1]["max"] / pair[1]["min"])[:5]:
+pairs = [(name, each) for name, workload in saved["workloads"].items() for each in workload["effects"] if not each["bound"]]
+for name, each in sorted(pairs, key=lambda pair: -pair[1]["max"] / pair[1]["min"])[:5]:
     print(f"{name:10}{each['to']:21}{each['measure']:18} × {each['min']:.2f} in one round, × {each['max']:.2f} in another")
-print(f"\nmeasured in {saved['rounds']} rounds, in turns, on: {saved['machine']['processor']}, {saved['machine']['cores']} cores, "
-      f"{saved['threads']} threads, torch {saved['machine']['versions']['torch']}")
+on = saved["machine"]
+print(f"\nmeasured in {saved['rounds']} rounds, in turns, on: {on['processor']}, {on['cores']} cores, "
+      f"{saved['threads']} threads, torch {on['versions']['torch']}")
 
 # %% [markdown]
 # So: every rung once a round, in turns, so that a slow minute of the machine meets all of them; compare within a round; report the
@@ -278,13 +305,14 @@ live = ladder.measure(runner, ladder.rungs()[-2:], workload, rounds=1)
 print(f"\n{'':18}{'here':>10}{'saved':>10}")
 for each in live["effects"]:
     if each["measure"] in ("longest gap", "document's TTFT", "output tokens/s"):
-        print(f"{each['measure']:18}{each['ratio']:8.2f} ×{effect('document', 'chunked prefill', each['measure'])['ratio']:8.2f} ×")
+        before = effect("document", "chunked prefill", each["measure"])
+        print(f"{each['measure']:18}{each['ratio']:8.2f} ×{before['ratio']:8.2f} ×")
 print(different_text(live))
 assert not live["different_tokens"] or max(each["logit_gap"] for each in live["different_tokens"]) < 1e-3
 
 # %% [markdown]
-# The rest is one command: `python -m course_lib bench ladder --rounds 3` measures everything, with `--workloads chat` a part of
-# it. It writes the same file, so this lesson then shows your machine.
+# The rest is one command: `python -m course_lib bench ladder --rounds 3` measures everything, some twelve minutes long, and writes the
+# file that this lesson reads: run it again then, and it shows your machine. With `--workloads chat` it measures a part, into a file of its own.
 #
 # ## The sweep
 #
@@ -325,8 +353,8 @@ for each in swept["at_scale"]:
     print("chunk   long one's TTFT   P99 ITL of the others   all tokens/s")
     for row in each["sizes"]:
         if row["max_prefill_chunk_size"] in (32, 128, 512, 2048, None):
-            print(f"{row['max_prefill_chunk_size'] or 'whole':>5}{1e3 * row['long_ttft_s']:15.0f} ms{1e3 * row['itl_p99_s']:21.1f} ms"
-                  f"{row['tokens_per_second']:15,.0f}")  # fmt: skip
+            size, ttft, itl = row["max_prefill_chunk_size"] or "whole", 1e3 * row["long_ttft_s"], 1e3 * row["itl_p99_s"]
+            print(f"{size:>5}{ttft:15.0f} ms{itl:21.1f} ms{row['tokens_per_second']:15,.0f}")
     print()
 
 # %% [markdown]
@@ -343,8 +371,8 @@ for each in swept["at_scale"]:
 # - vLLM has a command for each question ([its benchmark pages](https://docs.vllm.ai/en/latest/benchmarking/cli/)): `vllm bench latency` for one batch, `vllm bench throughput` for a
 #   heap of prompts that are all there, `vllm bench serve` for requests over time: `--request-rate` and `--burstiness` make an open loop,
 #   `--max-concurrency` closes it. The rate is infinite if you don't set it: then all requests arrive at once, and TTFT is mostly queueing.
-# - `vllm bench sweep` starts a server per setting and measures each ([parameter sweeps](https://docs.vllm.ai/en/latest/benchmarking/sweeps/)): the sweep above, for flags. Its
-#   datasets include one with shared beginnings (`prefix_repetition`): as you saw, a prefix cache can't be measured without.
+# - `vllm bench sweep` starts a server per setting and measures each ([parameter sweeps](https://docs.vllm.ai/en/latest/benchmarking/sweeps/)): the sweep above, for flags. The
+#   datasets of `vllm bench serve` include one with shared beginnings (`prefix_repetition`): as you saw, a prefix cache can't be measured without.
 # - For servers in production vLLM's documentation recommends GuideLLM. `python -m course_lib bench --url …` measures any server with lesson 00's workload (lesson 13).
 # - MLPerf Inference, the industry's benchmark, has a *server* scenario: requests come as a Poisson process, and what counts is the highest rate at which the
 #   tail of the latencies stays within a limit. That's goodput, and lesson 11's `capacity.py` searches it.
