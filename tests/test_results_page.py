@@ -119,13 +119,16 @@ def search_result(rates):
     settings = [Setting("a100", "mistral-7b", None), Setting("a100", "mistral-7b", 512), Setting("a100", "mistral-7b", 512, "fair_share")]
     capacities = [{"slo": "strict", "itl": 0.1, "setting": vars(setting), "name": str(setting), "rate": rate, "rate_by_delay": rate + 1}
                   for setting, rate in zip(settings, rates, strict=True)]  # fmt: skip
-    return {"trace": "azure", "chip": "a100", "model": "mistral-7b", "ttft": 2.0, "requests": 9, "lowest_rate": 0.25, "capacities": capacities, "points": []}
+    met, full = {"p99_itl": 0.09, "p99_ttft": 1.0, "most_at_once": 9}, {"p99_itl": 0.11, "p99_ttft": 3.0, "most_at_once": 128}
+    points = [{"setting": vars(setting), "tried": [met | {"rate": rate}, full | {"rate": rate + 1}]} for setting, rate in zip(settings, rates, strict=True)]
+    points[0]["tried"].append(met | {"rate": rates[0] + 0.5, "p99_itl": 0.2})
+    return {"trace": "azure", "chip": "a100", "model": "mistral-7b", "ttft": 2.0, "requests": 9, "lowest_rate": 0.25, "capacities": capacities, "points": points}
 
 
-def test_capacities_are_compared_with_whole_prompts():
+def test_capacities_are_compared_with_whole_prompts_and_say_what_ended_them():
     text = results_traffic._search(search_result([2.0, 6.0, 0.0]))
-    assert "| whole prompts | 2.00 |  | 3.00 |  |" in text
-    assert "| chunks of 512 | 6.00 | 3.00 × | 7.00 | 2.33 × |" in text
+    assert "| whole prompts | 2.00 |  | 3.00 |  | ITL |" in text
+    assert "| chunks of 512 | 6.00 | 3.00 × | 7.00 | 2.33 × | ITL and TTFT, 128 at once |" in text
     assert "| chunks of 512, fair_share | below 0.25 |  | 1.00 | 0.33 × |" in text
 
 

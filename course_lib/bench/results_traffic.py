@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .bars import Bar, bars
 from .markdown import origin, picture, table, verdict
-from .traffic import MAX_DELAY, SLOS, Setting, decode_step
+from .traffic import MAX_DELAY, MAX_SEQS, SLOS, Setting, decode_step
 
 WHOLE_TRACE = 60.0  # seconds that replaying Azure's trace may take on one core
 TITLES = {"azure": "Azure", "mooncake": "Mooncake"}
@@ -97,7 +97,9 @@ def _targets(content: dict) -> str:
 **Capacity** is the highest request rate at which the P99 of ITL and the P99 of TTFT are within their targets, found by bisection to within
 {content['tolerance']:.0%}. The ITL targets are those of Sarathi-Serve: {slos} the time of a step with 32 decodes at a context of 4k tokens and no prefill, which
 is {steps}; at most {content['max_num_seqs']} requests in flight. A search replays the first {content['slice']:,} requests of the trace, not all of it: its queues have less time to grow,
-which flatters, and a P99 of TTFT stands on ten of them. Every rate tried is in the raw numbers.
+which flatters, and a P99 of TTFT stands on ten of them. The column *first missed above it* says which target failed at the next higher rate tried, and whether
+the limit on the requests in flight was reached there: where steps are long, requests stay long, and that limit ends the capacity before a larger token
+budget pays. Every rate tried is in the raw numbers.
 """
 
 
@@ -113,9 +115,10 @@ def _search(search: dict) -> str:
         lines = []
         for row in rows:
             lines.append([row["name"], _rate(row["rate"], search), _gain(row, rows, "rate"), _rate(row["rate_by_delay"], search), _gain(row, rows, "rate_by_delay")])
+            lines[-1].append(_end(row, search))
             if search["trace"] == "mooncake":
                 lines[-1].append(f"{_hit_rate(row, search):.1%}")
-        head = ["", "requests/s", "to whole prompts", f"by their rule (P50 delay within {MAX_DELAY:g} s)", "to whole prompts"]
+        head = ["", "requests/s", "to whole prompts", f"by their rule (P50 delay within {MAX_DELAY:g} s)", "to whole prompts", "first missed above it"]
         head += ["prefix hits there"] if search["trace"] == "mooncake" else []
         text += f"\n{_title(search)}, **{slo}**: P99 ITL within {1e3 * rows[0]['itl']:.0f} ms, P99 TTFT within {search['ttft']:g} s.\n\n{table(head, lines)}\n"
     if search["trace"] == "mooncake":
@@ -145,8 +148,19 @@ def _baseline(setting: Setting) -> Setting:
     return Setting(setting.chip, setting.model, None, prefix_cache=setting.prefix_cache, block_size=setting.block_size)
 
 
+def _tried(row: dict, search: dict) -> list[dict]:
+    return next(each["tried"] for each in search["points"] if each["setting"] == row["setting"])
+
+
+def _end(row: dict, search: dict) -> str:
+    """At the next rate tried above the capacity: the targets missed, and the requests in a step when it was full of them."""
+    above = min((point for point in _tried(row, search) if point["rate"] > row["rate"]), key=lambda point: point["rate"])
+    missed = ["ITL"] * (above["p99_itl"] > row["itl"]) + ["TTFT"] * (above["p99_ttft"] > search["ttft"])
+    return " and ".join(missed) + (f", {MAX_SEQS} at once" if above["most_at_once"] == MAX_SEQS else "")
+
+
 def _hit_rate(row: dict, search: dict) -> float:
-    tried = next(each["tried"] for each in search["points"] if each["setting"] == row["setting"])
+    tried = _tried(row, search)
     at = row["rate"] or min(point["rate"] for point in tried)
     return next(point["prefix_hit_rate"] for point in tried if point["rate"] == at)
 

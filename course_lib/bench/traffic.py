@@ -82,7 +82,11 @@ def decode_step(chip: str, model: str) -> float:
 
 
 def numbers(trace: Trace) -> dict[str, float]:
-    """What a run is judged by, in seconds; delay: from a request's arrival to the step that first computes some of it."""
+    """What a run is judged by, in seconds.
+
+    delay: from a request's arrival to the step that first computes some of it;
+    most_at_once: requests in one step.
+    """
     requests = list(of_requests(trace).values())
     ttfts = sorted(request.ttft for request in requests)
     gaps = sorted(gap for request in requests for gap in request.itl)
@@ -101,6 +105,7 @@ def numbers(trace: Trace) -> dict[str, float]:
         "p50_delay": percentile(delays, 50),
         "prefix_hit_rate": sum(request.prefix_hit_tokens for request in trace.requests.values()) / prompt_tokens,
         "preemptions": sum(len(step.preempted) for step in trace.steps),
+        "most_at_once": max(len(step.chunks) for step in trace.steps),
         "steps": len(trace.steps),
         "output_tokens": len(ttfts) + len(gaps),
         "virtual_seconds": trace.steps[-1].end,
