@@ -48,7 +48,7 @@ help:
 	@echo "make clean      delete .venv and what Python leaves behind"
 
 lab: $(STAMP)
-	$(RUN) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_the_stall.ipynb \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(RUN) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_the_stall.ipynb \
 		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ALLOW_ROOT) $(LAB_ARGS)
 
 test: $(STAMP) browser

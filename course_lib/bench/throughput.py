@@ -88,6 +88,8 @@ def main(args) -> None:
                 print(f"ready: {name}: {running[-1].version}", flush=True)
             except RuntimeError as error:
                 print(f"left out: {name}: {error}")
+        if not running:
+            raise SystemExit("no contender can run here")
         results = {
             workload: measure(running, workload, args.rounds)
             for workload in WORKLOADS

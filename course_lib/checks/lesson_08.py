@@ -75,7 +75,7 @@ def _(chunk_length):
         tokens_left=64,
         **roomless,
         gives=5,
-        saying="they fit into the block that it holds",
+        saying="the 5 tokens fit into the 8 free slots of the block that it holds",
     )
     expect(
         chunk_length,

@@ -26,6 +26,7 @@ from html import escape
 from pathlib import Path
 
 from . import load
+from .card import marked
 from .exercise import Exercise
 from .run import Report, TimeLimit, TimeUp, run_exercise
 
@@ -34,7 +35,7 @@ CELL_SECONDS = 5.0  # a cell that defines something takes no time
 COURSE_CELL = re.compile(r"(set-up|[a-z]+(-[a-z]+)*-\d\d-\d)")  # the names that the course gives to cells
 OUR_CALL = re.compile(r"^\s*check\s*\(", re.MULTILINE)
 MARKS = {"green": "✓", "red": "✗", "not done": "○", "can't run": "!"}
-COLOURS = {"green": "#009e73", "red": "#d55e00", "not done": "inherit", "can't run": "#d55e00"}
+COLOURS = {"green": "#009e73", "red": "#d55e00", "not done": "transparent", "can't run": "#d55e00"}
 
 # Exercise -> the room of the house in which its part works, and what it does there. No room: it's checked, and isn't
 # part of a running engine.
@@ -157,7 +158,7 @@ class Parts:
         short = 'style="text-align:left;vertical-align:top;white-space:nowrap"'
         rows = []
         for part in self:
-            mark = f'<span style="color:{COLOURS[part.state]};font-weight:bold">{MARKS[part.state]}</span> {part.state}'
+            mark = f"{marked(MARKS[part.state], COLOURS[part.state])} {part.state}"
             why = f'<br><span style="opacity:.75">{escape(part.why)}</span>' if part.why else ""
             name = f"{part.id} <code>{escape(part.exercise.part)}</code>"
             rows.append(f"<tr><td {short}>{name}</td><td {short}>{mark}</td><td {cell}>{escape(part.role)}{why}</td></tr>")

@@ -409,7 +409,7 @@ class View {
     const group = this.mapSvg.querySelector("g");
     this.paths = {};
     for (const kind of ["free", ...Array.from({ length: OWNERS }, (_, i) => `own${i}`), "part", "kept", "cellgrid", "shared", "write"]) {
-      this.paths[kind] = svgPath(group, `lm-${kind}${kind === "kept" || kind === "shared" ? "" : " lm-c"}`);
+      this.paths[kind] = svgPath(group, `lm-${kind}`);
     }
     this.outline = svgPath(group, "lmv-own");
     this.outline.setAttribute("stroke-width", pitch < 14 ? 1 : 2);

@@ -23,7 +23,7 @@ from course_lib.sequence import PREFILLING, RUNNING, WAITING
 # ```text
 #  block       0     1   …   15    16  |  17    18   …   31    32
 #  cached    [16]  [16]  …  [16]  [ 8··]
-#  chunk                          [··8 ] [16]  [16]  …  [16]  [ 8··]
+#  chunk                          [·· 8] [16]  [16]  …  [16]  [ 8··]
 #
 #  cached: 264 tokens in 17 blocks; 8 slots of the last are free
 #  chunk:  the next 256 tokens, 8 + 15 × 16 + 8
@@ -70,8 +70,8 @@ check("08.1", chunk_length)
 #
 # <details><summary>Hint 2: a counter-example</summary>
 #
-# 8 tokens are cached, blocks have 16, no block is free, 5 tokens remain. The chunk of 5 needs no new block: it fits into
-# the block that's there. A formula that rounds `5 / 16` up asks for one too many.
+# 20 tokens are cached, in 2 blocks of 16; one block is free, 25 tokens remain. 12 of them fit into the second block, 13 into
+# the free one. A formula that rounds `25 / 16` up asks for 2 new blocks, and gets nothing.
 #
 # </details>
 #
@@ -90,11 +90,13 @@ class WithMyChunks(Scheduler):
         return chunk_length(remaining, start, tokens, free, self.config.max_prefill_chunk_size, self.block_size)
 
 
-config = EngineConfig(num_blocks=128, max_num_batched_tokens=128, max_prefill_chunk_size=128, enable_prefix_caching=False)
+# Exactly the blocks that B needs. As long as A holds 2 of them, B's last chunk must wait.
+config = EngineConfig(num_blocks=62, max_num_batched_tokens=128, max_prefill_chunk_size=128, enable_prefix_caching=False,
+                      kv_watermark=0.0)  # fmt: skip
 engine = Engine(FakeRunner(), config, scheduler=WithMyChunks)
 engine.add_request([1] * 20, SamplingParams(max_tokens=12), request_id="A")
 engine.step()
-engine.add_request(list(range(1000)), SamplingParams(max_tokens=3), request_id="B")
+engine.add_request(list(range(990)), SamplingParams(max_tokens=2), request_id="B")
 while engine.has_unfinished_requests():
     engine.step()
     engine.check_invariants()
@@ -105,6 +107,8 @@ chunks = [
     if chunk.request == "B" and chunk.kind == "prefill"
 ]
 print("B's chunks:", chunks)
+assert sum(chunks) == 990, "something was computed twice: B was preempted, for want of a block that it didn't need"
+assert len(chunks) == 8, "a chunk was shortened for want of blocks"
 show(timeline(engine.trace, title="Your chunk lengths, in the engine's scheduler"), alt_text(engine.trace))
 
 # %% [markdown] name="task-08-2"
