@@ -273,7 +273,8 @@ def _draw_row_texts(svg: Svg, panel: _Panel, labels: list[dict[int, _Label]]) ->
     axis, labelled = panel.axis, _labelled(panel.rows)
     is_all = len(labelled) == len(panel.rows)
     for row in labelled:
-        label = row.life.label if is_all else row.life.first or row.life.label  # a scale like an axis's: what its marks stand for is in the legend
+        # Some of many are a scale, like an axis's: the legend says what a row is.
+        label = row.life.label if is_all else row.life.first or row.life.label
         svg.text(axis.left - 10, row.middle + 4, short(label, axis.left - PAD - 10), "ink e")
     for row, ranges in zip(panel.rows, labels, strict=True):
         if row.bar < READABLE:
