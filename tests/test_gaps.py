@@ -34,7 +34,7 @@ def rows(svg, kind):
     group = body.find(f"{SVG}g")
     found = {}
     for path in (body if group is None else group).iter(f"{SVG}path"):
-        if f"lm-{kind}" not in path.get("class").split():
+        if f"lm-{kind}" not in path.get("class", "").split():
             continue
         x = y = 0
         for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path.get("d")):

@@ -83,7 +83,7 @@ def test_the_formulas_give_known_values():
 
 # ---- the pictures ----
 
-PATH = re.compile(r'<g transform="translate\(0 (?P<down>\d+)\)">|(?P<up></g>)|<path class="lm-(?P<kind>\w+)[^"]*" d="(?P<d>[^"]*)"/>'
+PATH = re.compile(r'<g class=[^>]*>.*?</g>|<g transform="translate\(0 (?P<down>\d+)\)">|(?P<up></g>)|<path class="lm-(?P<kind>\w+)[^"]*" d="(?P<d>[^"]*)"/>'
                   r'|<text x="(?P<x>-?\d+)" y="(?P<y>-?\d+)" class="(?P<classes>[^"]*)">(?P<text>[^<]*)</text>')  # fmt: skip
 BOX = re.compile(r"M(-?\d+) (-?\d+)h(\d+)v(\d+)[Hh]-?\d+z")
 

@@ -177,7 +177,7 @@ def _draw_blocks(svg: Svg, memory: Memory, y: int, first: int, last: int, follow
 
 def _letters(number: str, room: int) -> str:
     """Classes of a number in a cell: as large as there is room for."""
-    return "on m" + (" l" if text_width(number, 13) <= room else "" if text_width(number) <= room else " s")
+    return "on m" + (" l" if text_width(number, 13) + 4 <= room else "" if text_width(number) + 4 <= room else " s")
 
 
 def _runs(tokens, key):

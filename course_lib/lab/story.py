@@ -180,7 +180,8 @@ def read(trace: Trace, labels: dict[str, str] | None = None, by: str = "time") -
 def _counts_steps(trace: Trace) -> bool:
     """Does the clock just count the steps?"""
     ends = [trace.steps[0].start, *(step.end for step in trace.steps)] if trace.steps else []
-    return bool(ends) and all(step.start == before and step.end - before == 1 for before, step in zip(ends, trace.steps, strict=False))
+    pairs = zip(ends, trace.steps, strict=False)
+    return bool(ends) and all(step.start == before and step.end - before == 1 for before, step in pairs)
 
 
 def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:

@@ -61,10 +61,9 @@ def css() -> str:
     for name, (what, light, dark) in STYLE.items():
         only = "fill:none;stroke-width:1;" if what == "stroke" else ""
         rules.append(f".lm-{name}{{{only}{what}:{light};{what}:light-dark({light},{dark})}}")
-    rules.append(",".join(f".lm-{kind}" for kind in CRISP) + "{shape-rendering:crispEdges;vector-effect:non-scaling-stroke}")
+    rules.append(",".join(f".lm-{name}" for name in CRISP) + "{shape-rendering:crispEdges;vector-effect:non-scaling-stroke}")
     rules.append(".lm-tick,.lm-cancel{stroke-width:2}.lm-limit{stroke-dasharray:5 3}.lm-s{font-size:9px}.lm-l{font-size:13px}")
-    rules.append(".lm-first,.lm-preempt,.lm-halo{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
-    rules.append(".lm-halo{stroke-width:4}")
+    rules.append(".lm-first,.lm-preempt{stroke:#fff;stroke:light-dark(#fff,#111);stroke-width:2;paint-order:stroke}")
     return "".join(rules)
 
 
@@ -179,7 +178,7 @@ class Svg:
             self.parts.append(f'<g class="lm-{kind}" stroke-dasharray="{dash} {gap}">{lines}</g>')
 
     def text(self, x: int, y: int, text: str, classes: str = "ink") -> None:
-        """classes: a colour, then b bold, s small, l large, m middle or e end of the text at x, halo its edge."""
+        """classes: a colour, then b bold, s small, l large, m middle or e end of the text at x."""
         names = " ".join(f"lm-{name}" for name in classes.split())
         self.parts.append(f'<text x="{x}" y="{y}" class="{names}">{escape(text, quote=False)}</text>')
 

@@ -9,6 +9,7 @@ are one per step.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -134,11 +135,39 @@ LEGEND = {
 }
 
 
-def _shapes(panel: _Panel) -> dict[str, list[str]]:
+class _Label(NamedTuple):
+    """The range of tokens in a chunk's bar, and the pixels from left to right that it takes: no hatch is under it."""
+
+    room: tuple[int, int]
+    text: str
+    classes: str
+
+
+def _label_chunks(panel: _Panel) -> list[dict[int, _Label]]:
+    """Per row, place -> label, of the chunks that have room for one. Large letters, if that costs none of them its label."""
+    large, usual = ([_labels_of(panel.axis, row, *how) for row in panel.rows] for how in ((13, "on m l"), (11, "on m")))
+    return large if sum(map(len, large)) == sum(map(len, usual)) else usual
+
+
+def _labels_of(axis: Axis, row: _Row, size: int, classes: str) -> dict[int, _Label]:
+    life, labels = row.life, {}
+    if row.bar < READABLE or life.size > 1:
+        return labels
+    for place, first, last in life.prefills:
+        left, right = axis.cells[place]
+        right -= RADIUS if life.tokens and life.tokens[0][0] == place else 0
+        text = f"{first}–{last}" if last > first else str(first)
+        middle, half = (left + right) // 2, text_width(text, size) // 2 + 2
+        if 2 * half <= right - left:
+            labels[place] = _Label((middle - half, middle + half), text, classes)
+    return labels
+
+
+def _shapes(panel: _Panel, labels: list[dict[int, _Label]]) -> dict[str, list[str]]:
     """The subpaths of every kind, for all rows."""
     shapes: dict[str, list[str]] = {kind: [] for kind in KINDS}
     axis = panel.axis
-    for row in panel.rows:
+    for row, ranges in zip(panel.rows, labels, strict=True):
         life, top, bar = row.life, row.top, row.bar
         radius = max(2, min(5, bar // 3))
         touching = 1 if bar >= READABLE else GAP + 1  # in a low row, neighbours become one
@@ -154,11 +183,10 @@ def _shapes(panel: _Panel) -> dict[str, list[str]]:
         chunks = [axis.cells[place] for place, _, _ in life.prefills]
         shapes["prefill"] += [box(*run, top, bar) for run in joined(chunks, 1)]
         if bar >= HATCHED:
-            labels = {label.place: label for label in _chunk_labels(axis, row)}
             shapes["hatch"] += [
                 hatch(*piece, top, bar)
                 for place, _, _ in life.prefills
-                for piece in _without(axis.cells[place], [labels[place].room] if place in labels else [])
+                for piece in _without(axis.cells[place], [ranges[place].room] if place in ranges else [])
             ]
         inset = _inset(bar)
         if axis.has_gaps and touching == 1:
@@ -206,7 +234,8 @@ def _inset(bar: int) -> int:
 
 def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
     """Returns the kinds that the legend has to explain."""
-    story, shapes = panel.story, _shapes(panel)
+    story, labels = panel.story, _label_chunks(panel)
+    shapes = _shapes(panel, labels)
     if panel.title:
         _draw_title(svg, panel.top, panel.title)
         _draw_headline(svg, panel.top + 33, story)
@@ -216,7 +245,7 @@ def _draw_panel(svg: Svg, panel: _Panel) -> set[str]:
         svg.path(kind, subpaths)
         if kind == "decode" and axis.by == "time":
             _draw_ticks(svg, panel)
-    _draw_row_texts(svg, panel)
+    _draw_row_texts(svg, panel, labels)
     _draw_regions(svg, panel)
     _draw_stall(svg, panel)
     words = f"tokens per step: decode, above it prefill (grey: unused of {story.budget})"
@@ -240,17 +269,18 @@ def _draw_headline(svg: Svg, y: int, story: Story) -> None:
     svg.text(PAD, y, short(" · ".join(parts), svg.width - 2 * PAD), "mute")
 
 
-def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
+def _draw_row_texts(svg: Svg, panel: _Panel, labels: list[dict[int, _Label]]) -> None:
     """Labels at the left, token ranges and reasons in the bars, numbers at the right."""
     axis, labelled = panel.axis, _labelled(panel.rows)
     is_all = len(labelled) == len(panel.rows)
     for row in labelled:
-        label = row.life.label if is_all else row.life.first or row.life.label  # a scale like an axis's: what its marks stand for is in the legend
+        # Some of many are a scale, like an axis's: the legend says what a row is.
+        label = row.life.label if is_all else row.life.first or row.life.label
         svg.text(axis.left - 10, row.middle + 4, short(label, axis.left - PAD - 10), "ink e")
-    for row in panel.rows:
+    for row, ranges in zip(panel.rows, labels, strict=True):
         if row.bar < READABLE:
             continue
-        for label in _chunk_labels(axis, row):
+        for label in ranges.values():
             svg.text(sum(label.room) // 2, row.middle + 4, label.text, label.classes)
         _draw_reasons(svg, axis, row)
         if panel.table:
@@ -260,32 +290,6 @@ def _draw_row_texts(svg: Svg, panel: _Panel) -> None:
             svg.text(axis.right + (column + 1) * COLUMN, panel.rows[0].top - 10, words, "mute e")
 
 
-class _Label(NamedTuple):
-    """The range of tokens in a chunk's bar, and the pixels from left to right that it takes: no hatch is under it."""
-
-    place: int
-    room: tuple[int, int]
-    text: str
-    classes: str
-
-
-def _chunk_labels(axis: Axis, row: _Row) -> list[_Label]:
-    """Of every chunk that has room for one."""
-    life, labels = row.life, []
-    if row.bar < READABLE:
-        return labels
-    for place, first, last in life.prefills if life.size == 1 else []:
-        left, right = axis.cells[place]
-        right -= RADIUS if life.tokens and life.tokens[0][0] == place else 0
-        text = f"{first}–{last}" if last > first else str(first)
-        for size, larger in ((13, " l"), (11, "")):
-            if text_width(text, size) + 4 <= right - left and size <= row.bar:
-                middle, half = (left + right) // 2, text_width(text, size) // 2 + 1
-                labels.append(_Label(place, (middle - half, middle + half), text, "on m" + larger))
-                break
-    return labels
-
-
 def _draw_reasons(svg: Svg, axis: Axis, row: _Row) -> None:
     life = row.life
     marks = [axis.starts[place] for place in life.preempted]
@@ -293,7 +297,9 @@ def _draw_reasons(svg: Svg, axis: Axis, row: _Row) -> None:
         left, right = axis.px(start), axis.px(end)
         cuts = [left, *(x for x in marks if left <= x <= right), right]
         room = max(zip(cuts, cuts[1:], strict=False), key=lambda pair: pair[1] - pair[0])
-        _text_in_bar(svg, room[0] + RADIUS, room[1] - RADIUS, row, reason, "ink m")
+        began = bisect_left(axis.story.starts, end) - bisect_left(axis.story.starts, start)  # steps that left it out
+        words = reason or ("no reason given" if began else "")
+        _text_in_bar(svg, room[0] + RADIUS, room[1] - RADIUS, row, words, "ink m")
 
 
 def _draw_numbers(svg: Svg, panel: _Panel, row: _Row) -> None:
@@ -306,11 +312,9 @@ def _draw_numbers(svg: Svg, panel: _Panel, row: _Row) -> None:
 
 
 def _text_in_bar(svg: Svg, left: int, right: int, row: _Row, text: str, classes: str) -> None:
-    """In the middle, smaller where that helps, or not at all."""
-    for size, smaller in ((11, ""), (9, " s")):
-        if text and text_width(text, size) + 4 <= right - left:
-            svg.text((left + right) // 2, row.middle + 4, text, classes + smaller)
-            return
+    """In the middle, or not at all."""
+    if text and text_width(text) + 4 <= right - left:
+        svg.text((left + right) // 2, row.middle + 4, text, classes)
 
 
 def _draw_regions(svg: Svg, panel: _Panel) -> None:
