@@ -2,15 +2,16 @@
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from course_lib.__main__ import main
 from course_lib.bench import traffic
-from course_lib.bench.traffic import Search, Setting, Trials, decode_step, numbers
+from course_lib.bench.traffic import Search, Setting, Trials, decode_step, numbers, percentile_of_counted
 from course_lib.capacity import highest_rate
-from course_lib.metrics import metrics
+from course_lib.metrics import metrics, percentile
 from course_lib.workloads import read_azure, read_mooncake, simulate
 
 CHIP = ("a100", "mistral-7b")
@@ -47,9 +48,18 @@ def test_a_runs_numbers_are_those_of_metrics(azure):
     requests = read_azure(azure)
     trace = Setting(*CHIP, chunk=512).serve(requests, 6000)
     run, expected = numbers(trace), metrics(trace)
-    assert (run["p50_ttft"], run["p99_ttft"], run["p99_itl"]) == (expected.ttft.p50, expected.ttft.p99, expected.itl.p99)
+    assert (run["p50_ttft"], run["p99_ttft"]) == (expected.ttft.p50, expected.ttft.p99)
+    assert (run["p50_itl"], run["p99_itl"]) == (expected.itl.p50, expected.itl.p99)
     assert (run["longest_gap"], run["steps"], run["output_tokens"]) == (expected.stall, expected.num_steps, expected.output_tokens)
     assert 0 <= run["p50_delay"] < run["p50_ttft"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 101])
+def test_counted_values_have_the_percentiles_of_all_values(count):
+    rng = random.Random(count)
+    values = [rng.randrange(5) / 3 for _ in range(count)]
+    for percent in (0.1, 50, 90, 99, 100):
+        assert percentile_of_counted(Counter(values), percent) == percentile(values, percent)
 
 
 def test_the_delay_ends_when_a_request_is_first_computed():
@@ -141,10 +151,19 @@ def test_the_command_keeps_every_point_and_tells_the_traces(azure, mooncake, tmp
     assert [len(search["capacities"]) for search in results["searches"]] == [4, 2]
     assert [(run["name"], run["rate"]) for run in results["replays"]] == [("chunks of 512", None), ("whole prompts", None)]
     strict = results["searches"][0]["capacities"][1]
-    assert [(run["name"], run["rate"], run["met"]) for run in results["confirmed"]] == [("chunks of 512", strict["rate"], True)], "its slice is all of it"
+    assert [(run["name"], run["rate"], run["met"]) for run in results["on_all"]] == [("chunks of 512", strict["rate"], True)], "its slice is all of it"
     tried = {each["name"]: [point["rate"] for point in each["tried"]] for each in results["searches"][0]["points"]}
     assert strict["rate"] in tried["chunks of 512"] and all(len(rates) > 3 for rates in tried.values())
     assert "raw numbers" in capsys.readouterr().out
+
+
+def test_the_whole_trace_is_tried_downwards_until_the_targets_are_met(azure):
+    setting = Setting(*CHIP, 512)
+    row = {"slo": "strict", "itl": 0.1, "setting": vars(setting), "rate": 12.0}
+    runs = traffic.on_the_whole_trace({"trace": "azure", "ttft": 2.0, "capacities": [row]}, read_azure(azure), 6000)
+    assert [run["met"] for run in runs] == [False] * (len(runs) - 1) + [True] and len(runs) > 1
+    assert [run["rate"] for run in runs] == pytest.approx([12.0 * traffic.DESCENT**k for k in range(len(runs))])
+    assert runs[-1]["p99_ttft"] <= 2.0 < runs[-2]["p99_ttft"]
 
 
 def test_a_trace_too_short_for_a_queue_is_said(azure, capsys):
