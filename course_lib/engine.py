@@ -334,10 +334,10 @@ class Engine:
                 for output in self._outbox:
                     wanted = output.request_id in request_ids and (at_most is None or len(delivered) < at_most)
                     (delivered if wanted else kept).append(output)
+            ended = [output.request_id for output in delivered if output.finished]
+            for request_id in ended:  # an interrupt in here loses nothing: the outbox still has it all
+                self._sequences.pop(request_id, None)
             self._outbox = kept
-            for output in delivered:
-                if output.finished:
-                    del self._sequences[output.request_id]
             return delivered
 
     # ---- whole requests -------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """True until the last terminal output was delivered."""
-        return bool(self._sequences)
+        return bool(self._sequences or self._outbox)
 
     @property
     def trace(self) -> Trace:

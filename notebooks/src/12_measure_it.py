@@ -78,14 +78,14 @@ def effect(workload, rung, measure):
 def medians(workload, measures=("median TTFT", "longest TTFT", "P99 ITL", "longest gap", "output tokens/s")):
     """Medians over the rounds, in seconds; ">": a lower bound, since the run was cut."""
     runs = saved["workloads"][workload]["runs"]
-    print(f"{workload:20}" + "".join(f"{measure:>17}" for measure in measures))
+    print(f"{workload:19}" + "".join(f"{measure.removeprefix('output '):>13}" for measure in measures))
     for rung in saved["rungs"]:
         mine = [row for row in runs if row["rung"] == rung["name"]]
         cells = []
         for measure in measures:
             mark = ">" if "TTFT" in measure and any(row["cut"] for row in mine) else ""
             cells.append(f"{mark}{median(value_at(row, COMPARED[measure][0]) for row in mine):.3g}")
-        print(f"{rung['name']:20}" + "".join(f"{cell:>17}" for cell in cells))
+        print(f"{rung['name']:19}" + "".join(f"{cell:>13}" for cell in cells))
 
 
 medians("document")
@@ -323,12 +323,12 @@ assert not live["different_tokens"] or max(each["logit_gap"] for each in live["d
 from course_lib.bench import chunks
 
 swept = json.loads((machine.RESULTS / "chunks.json").read_text(encoding="utf-8"))
-print("chunk   document's TTFT    P99 ITL of the others      longest gap        tokens/s")
+print("chunk" + "".join(f"{title:>16}" for title in ("document's TTFT", "others' P99 ITL", "longest gap", "tokens/s")))
 for row in swept["runs"]:
     cells = []
     for key, form in chunks.COLUMNS.values():
         cells.append(f"{median(run[key] for run in row['measured']):{form}} [{row['predicted'][key]:{form}}]")
-    print(f"{row['max_prefill_chunk_size'] or 'whole':>5}" + "".join(f"{cell:>20}" for cell in cells))
+    print(f"{row['max_prefill_chunk_size'] or 'whole':>5}" + "".join(f"{cell:>16}" for cell in cells))
 print(f"\n{chunks.errors_text(swept['errors'])}")
 
 # %% name="draw-sweep"
