@@ -142,7 +142,7 @@ def test_the_traffic_section_is_made_of_what_the_command_keeps(tmp_path, monkeyp
     results = traffic.measure({"azure": (path, traffic.read_azure(path))})
     write(tmp_path, "traffic.json", results)
     text, pictures = results_page.page(tmp_path)
-    assert "## Traffic" in text and "bench traffic --traces small.csv" in text and "60 s by the clock: met" in text
+    assert "## Traffic" in text and "bench traffic --traces small.csv" in text and "60 s of one core of the machine below: met" in text
     assert f"{1e3 * traffic.decode_step('a100', 'mistral-7b'):.1f} ms for mistral-7b on a100" in text
     strict = [row["rate"] for row in results["searches"][0]["capacities"] if row["slo"] == "strict"]
     assert f"| chunks of 512 | {strict[1]:.2f} | {strict[1] / strict[0]:.2f} ×" in text

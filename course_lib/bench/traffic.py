@@ -316,6 +316,6 @@ def measure(traces: dict[str, tuple[Path, list[Request]]]) -> dict:
             on_all = on_the_whole_trace(searches[0], requests, longest)
     return {
         "traces": {name: describe(path, requests) for name, (path, requests) in traces.items()},
-        "seeds": "none: the arrivals are the traces' own, and nothing is drawn", "slice": SLICE, "max_num_seqs": MAX_SEQS,
+        "seeds": "none, the arrivals are the traces' own, and nothing is drawn", "slice": SLICE, "max_num_seqs": MAX_SEQS,
         "tolerance": TOLERANCE, "replays": replays, "searches": searches, "on_all": on_all, **watch.seconds(),
     }  # fmt: skip
