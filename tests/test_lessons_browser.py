@@ -63,12 +63,15 @@ class Lesson:
         """Shift+Enter from the first cell to the last; on the way the guess is typed."""
         press = self.page.keyboard.press
         self.go_to(self.names[0])
-        for name in self.names:
+        for name, following in zip(self.names, [*self.names[1:], None], strict=True):
             if name == guess:
                 press("Enter")
+                self.page.wait_for_function(f"{FOCUS}.closest('.cm-content')")  # else what is typed would be commands
                 press("Control+A")
                 self.page.keyboard.type(typed)
-            press("Control+Enter" if name == self.names[-1] else "Shift+Enter")
+            press("Shift+Enter" if following else "Control+Enter")
+            if following:
+                self.page.wait_for_function(f"(name) => {ACTIVE}.model.id === name", arg=following, timeout=20_000)
         self.wait_until_idle()
 
     def wait_until_idle(self):
