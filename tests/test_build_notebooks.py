@@ -96,7 +96,7 @@ def test_a_built_lesson_keeps_every_rule(built):
     assert "One block, 中文.\n\n<small>Built from `notebooks/src/01_tiny.py`." in nb.cells[0].source
     assert nb.cells[2].source == "More *text*."
     assert nb.cells[5].outputs[0].text == "notebooks\n"  # cells run in the notebook's folder
-    assert nb.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
+    assert nb.metadata.kernelspec == {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signal 0 only asks on POSIX")

@@ -179,3 +179,25 @@ def use_the_lab(lesson):
 
 
 MOVES = {"08_chunk_scheduling": solve_the_puzzle, "11_scheduler_lab": use_the_lab}
+
+
+def test_a_lesson_that_was_run_and_saved_differs_from_its_file_in_nothing_but_the_version_of_python(browser, tmp_path):
+    """So that `git diff` shows what a learner wrote. (Times in outputs differ, in lessons that measure.)"""
+    name = "notebooks/03_global_slots.ipynb"
+    course = tmp_path / "course"
+    shutil.copytree(lab.ROOT / "course_lib" / "data", course / "course_lib" / "data")
+    (course / "notebooks").mkdir()
+    shutil.copy(lab.ROOT / name, course / name)
+    with lab.jupyterlab(tmp_path, course) as address:
+        page = lab.Page(browser, address(name)).page
+        page.evaluate("jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+        page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
+        page.wait_for_function(
+            f"{lab.CELLS}.every((cell) => cell.model.type !== 'code' || cell.model.executionCount && cell.model.executionState === 'idle')"
+            f" && {lab.SESSION}.session.kernel.status === 'idle'", timeout=SECONDS * 1000)  # fmt: skip
+        page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+        page.wait_for_function("!window.jupyterapp.shell.currentWidget.context.model.dirty")
+        page.close()
+    saved, built = (nbformat.read(folder / name, as_version=4) for folder in (course, lab.ROOT))
+    saved.metadata.language_info.pop("version")
+    assert saved == built

@@ -49,7 +49,7 @@ MEASURED = "nbval-ignore-output"
 CELL_TIMEOUT_S = 600
 DIFF_LINES = 40
 VIEW = "application/vnd.jupyter.widget-view+json"
-KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 LANGUAGE = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python", "nbconvert_exporter": "python",
             "pygments_lexer": "ipython3", "codemirror_mode": {"name": "ipython", "version": 3}}
 NOTE = ("<small>Built from `{source}`. Type and run here as you like; to change the course's own version, edit that file "
