@@ -99,7 +99,7 @@ def test_graphs_have_1_2_4_and_then_every_eighth_number_of_rows():
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("forward", ["packed", "transformers"])
-@pytest.mark.parametrize("count", [1, 3, pytest.param(5, marks=pytest.mark.long)])  # 3 rows in a graph of 4, 5 in one of 8
+@pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 5))])  # 3 rows in a graph of 4, 5 in one of 8
 def test_the_tokens_are_those_of_the_plain_forward_and_of_other_attention(count, forward, device):
     tiny = load_model("tiny", device=device)
     prompts, params = prompts_of([1, 33, 16, 5, 20][:count]), SamplingParams(max_tokens=4, ignore_eos=True)
@@ -183,6 +183,7 @@ def test_rows_that_fill_up_a_graph_read_and_write_nothing(forward, device):
     assert (runner.forward(part)[0] - runner.forward_plainly(part)[0]).abs().max() < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", [CPU, GPU])
 @torch.inference_mode()
 def test_a_longer_context_takes_a_graph_with_more_splits(device):

@@ -562,6 +562,7 @@ def test_other_families_give_the_tokens_of_their_own_generate(family):
 STORY = Path(course_lib.__file__).parent / "data" / "how_a_server_works.txt"
 
 
+@pytest.mark.long
 def test_smollm2_says_what_transformers_makes_it_say(smollm2):
     story = smollm2.tokenizer.encode(STORY.read_text(encoding="utf-8"))
     prompts = [

@@ -164,7 +164,7 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group", range(24))
+@pytest.mark.parametrize("group", [*range(8), *(pytest.param(group, marks=pytest.mark.long) for group in range(8, 24))])  # 240 cases
 def test_random_batches_agree_with_the_reference(group, device):
     for seed in range(10 * group, 10 * group + 10):
         check(random_case(seed), device, seed)
@@ -453,7 +453,8 @@ def test_smollm2_gives_the_tokens_of_the_other_backends(device):
 # --- compiling for a GPU that isn't here ---
 
 
-@pytest.mark.parametrize(("capability", "shared_memory"), [(90, 227), pytest.param(80, 163, marks=pytest.mark.long)])  # KiB that a program may have
+@pytest.mark.long
+@pytest.mark.parametrize(("capability", "shared_memory"), [(90, 227), (80, 163)])  # KiB that a program may have
 def test_the_kernels_compile_for_a_gpu(capability, shared_memory, tmp_path):
     """To machine code, by Triton and NVIDIA's assembler, which need no GPU: what the interpreter can't find out."""
     code = [str(TESTS / "compile_kernels.py"), str(capability)]
