@@ -291,3 +291,9 @@ def test_a_python_without_the_courses_packages_is_told_which_python_has_them():
     code = "import sys; sys.modules['nbformat'] = None; from course_lib.__main__ import run; sys.exit(run())"
     done = subprocess.run([sys.executable, "-c", code, "check", "exercises"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "nbformat" in done.stderr and ".venv" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_run_says_how_long_each_notebook_took():
+    run = [sys.executable, "-m", "pytest", "tests/test_vllm_flags.py", "solutions/02_blocks.ipynb"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert re.search(r"notebooks, from top to bottom =+\n +[\d.]+ s of +60 s   solutions/02_blocks.ipynb", done.stdout), done.stdout
