@@ -89,6 +89,16 @@ def pytest_configure(config):
     config.pluginmanager.register(NotebookTimes())
 
 
+LONG_SOLUTIONS = ("01", "04", "05", "07", "10", "99")  # they load the model; what their cells hold is checked in test_exercises.py
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(tuple(f"solutions/{number}_" for number in LONG_SOLUTIONS)):
+            item.add_marker(pytest.mark.long)
+
+
 def notebook_limit(name):
     return LIMITS.get(os.path.basename(name)[:2], LIMIT)
 
