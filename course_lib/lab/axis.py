@@ -94,7 +94,7 @@ class Axis:
     def strokes(self, runs: list[Run]) -> list[int]:
         """By time: the middles of the marks of all tokens; without room for these, of those that stand alone."""
         if not self.has_ticks:
-            return [right - TICK // 2 for left, right in self.bars(runs, self.join) if right - left == TICK]
+            return [bar[1] - TICK // 2 for bar in self.bars(runs, self.join) if self.is_tick(bar)]
         middles = []
         for first, last in runs:
             for place in range(first, last + 1):
