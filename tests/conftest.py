@@ -68,6 +68,16 @@ def smollm2_tokenizer(smollm2):
     return smollm2.tokenizer
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A browser test that failed tells what its pages show."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for page in getattr(item.funcargs.get("opened"), "pages", []):
+            report.sections.append(("the page", page.describe()))
+    return report
+
+
 # ---- what a run prints at its end
 
 # Seconds that a notebook may take from top to bottom on a quiet laptop. A busy machine may take three times as long.

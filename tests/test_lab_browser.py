@@ -152,21 +152,40 @@ def browser():
 
 SESSION = "window.jupyterapp.shell.currentWidget.sessionContext"
 CELLS = "window.jupyterapp.shell.currentWidget.content.widgets"
+# ipykernel 7.0 to 7.3 may be deaf for ever when something is sent to it in the very moment in which it answers something
+# else, as can happen while JupyterLab opens a notebook. So: wait until it has been silent for 0.2 s, and whether it hears us.
+HEARS = f"""async () => {{
+    const kernel = {SESSION}.session.kernel, later = (seconds, what) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds, what));
+    let heard = performance.now();
+    const listen = () => {{ heard = performance.now() }};
+    kernel.anyMessage.connect(listen);
+    while (performance.now() - heard < 200) await later(0.05);
+    kernel.anyMessage.disconnect(listen);
+    return Promise.race([kernel.requestKernelInfo().then(() => true), later(10, false)]);
+}}"""
 
 
 class Page:
     """A notebook in the browser, run to its end. Collects what went wrong on the way."""
 
     def __init__(self, browser, url, **how):
-        self.errors, self.strangers = [], []
+        self.errors, self.strangers, self.console = [], [], []
         self.page = page = browser.new_page(viewport={"width": 1280, "height": 1500}, **how)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda m: self.console.append(f"{m.type}: {m.text}"))
         page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" and "anywidget" in m.text else None)
         page.on("request", self.note_request)
         page.goto(url)
-        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000)
+        self.wait_for_kernel()
         page.wait_for_function(f"window.jupyterapp.shell.currentWidget.context.isReady && {CELLS}.every((cell) => cell.model)")
         page.evaluate("document.querySelector('.jp-SideBar .lm-mod-current')?.click()")
+        if not page.evaluate(HEARS):
+            page.evaluate(f"{SESSION}.restartKernel()")
+            self.wait_for_kernel()
+            assert page.evaluate(HEARS), "the second kernel is deaf, too"
+
+    def wait_for_kernel(self):
+        self.page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000)
 
     def note_request(self, request):
         if not request.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:")):
@@ -177,6 +196,12 @@ class Page:
         if wait:
             self.page.wait_for_function(f"{CELLS}.every((cell) => cell.model.type !== 'code' || cell.model.executionCount)", timeout=60_000)
         return self.page
+
+    def describe(self):
+        """What is to be seen, for a test that failed: the kernel's state, each cell's number and output, the console."""
+        cells = self.page.evaluate(f"{CELLS}.map((cell) => [cell.promptNode?.textContent, cell.outputArea?.node.innerText.slice(0, 800)])")
+        kernel = self.page.evaluate(f"{SESSION}.session?.kernel?.status")
+        return "\n".join([f"kernel: {kernel}", *(f"cell {number} {text!r}" for number, text in cells), *self.console[-20:]])
 
     def num_cells(self):
         return self.page.evaluate(f"{CELLS}.length")
@@ -197,6 +222,7 @@ def opened(browser, server):
         pages.append(Page(browser, server(name), **how))
         return pages[-1]
 
+    open_page.pages = pages
     yield open_page
     for page in pages:
         page.close()
