@@ -21,9 +21,10 @@ DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """(folder of the copies, the badges)"""
+    """The folder of the copies."""
     out = tmp_path_factory.mktemp("build") / "colab"
-    return out, build_colab.build(out, COURSE, "colab")
+    build_colab.build(out, COURSE, "colab")
+    return out
 
 
 def set_up_cell(folder, name):
@@ -31,20 +32,18 @@ def set_up_cell(folder, name):
     return next(cell for cell in notebook.cells if cell.cell_type == "code").source
 
 
-def test_every_lesson_and_exercise_has_a_copy_and_every_lesson_a_badge(copies):
-    out, badges = copies
+def test_every_lesson_and_exercise_has_a_copy_and_a_badge(copies):
+    page = (copies / "README.md").read_text(encoding="utf-8")
+    badges = re.findall(r"\]\(https://colab.research.google.com/github/OWNER/REPO/blob/colab/([^)]+)\)", page)
+    assert badges == [file.relative_to(copies).as_posix() for folder in ("notebooks", "exercises") for file in sorted((copies / folder).iterdir())]
     for folder in ("notebooks", "exercises"):
-        assert sorted(file.name for file in (out / folder).iterdir()) == sorted(file.name for file in (ROOT / folder).glob("*.ipynb"))
-    lessons = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    assert len(badges) == len(lessons)
-    assert badges[0].endswith(f"(https://colab.research.google.com/github/OWNER/REPO/blob/colab/notebooks/{lessons[0].name})")
-    for file in out.rglob("*.ipynb"):
+        assert sorted(file.name for file in (copies / folder).iterdir()) == sorted(file.name for file in (ROOT / folder).glob("*.ipynb"))
+    for file in copies.rglob("*.ipynb"):
         nbformat.validate(nbformat.read(file, as_version=4))
 
 
 def test_the_first_cell_gets_the_course_and_installs_through_one_script(copies):
-    out, _ = copies
-    cell = set_up_cell(out, "exercises/03_global_slots.ipynb")
+    cell = set_up_cell(copies, "exercises/03_global_slots.ipynb")
     magics = [line for line in cell.splitlines() if line.startswith(("!", "%"))]
     python = "\n".join(line for line in cell.splitlines() if line not in magics)
     assert magics == [
@@ -63,9 +62,8 @@ def test_the_lessons_themselves_have_no_trace_of_it():
 
 
 def test_every_link_of_a_copy_is_an_address_and_its_file_is_there(copies):
-    out, _ = copies
     seen = set()
-    for file in out.rglob("*.ipynb"):
+    for file in copies.rglob("*.ipynb"):
         for cell in nbformat.read(file, as_version=4).cells:
             if cell.cell_type == "markdown":
                 seen |= set(re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", cell.source, flags=re.DOTALL)))
@@ -75,6 +73,17 @@ def test_every_link_of_a_copy_is_an_address_and_its_file_is_there(copies):
         assert link.startswith(("https://", "http://", "#")), f"{link} leads nowhere on Colab"
         for base in (colab, github):
             assert not link.startswith(base) or (ROOT / link.removeprefix(base).partition("#")[0]).is_file(), link
+
+
+def test_the_readmes_badge_leads_to_the_branch_that_the_workflow_pushes(copies):
+    """On GitHub `../../` leads from the README of a branch to the repository. (That the workflow runs can't be tried here.)"""
+    workflow = (ROOT / ".github/workflows/colab.yml").read_text(encoding="utf-8")
+    commands = re.findall(r"run: (python tools/build_colab.py .*)", workflow)
+    assert commands == ['python tools/build_colab.py --course "$GITHUB_SERVER_URL/$GITHUB_REPOSITORY" --branch colab']
+    assert f"working-directory: {build_colab.OUT.relative_to(ROOT).as_posix()}\n" in workflow and "git init -q -b colab" in workflow
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (page,) = re.findall(rf"\[!\[[^]]+\]\({re.escape(build_colab.BADGE)}\)\]\(\.\./\.\./blob/colab/([^)]+)\)", readme)
+    assert (copies / page).is_file()
 
 
 @pytest.mark.parametrize("course", ["course.txt", "https://gitlab.com/OWNER/REPO", "https://github.com/OWNER", ""])

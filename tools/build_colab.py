@@ -5,8 +5,8 @@
     python tools/build_colab.py --branch NAME               where the copies will be (default: colab)
 
 A notebook that is opened on Colab is alone there, on a machine of its own. The lessons themselves stay free of that: the
-copies go on a branch of their own, and are made again when the lessons change. What is printed is what to push, and the
-badges for a README.
+copies go on a branch of their own, and are made again when the lessons change. Their README.md, the page of that branch,
+has a badge for each.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ OUT = ROOT / "build" / "colab"
 FOLDERS = ("notebooks", "exercises")
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 COLAB = "https://colab.research.google.com/github"
+
+PAGE = """\
+# The course on Colab
+
+Copies of the lessons and exercises of [this course]({course}), made by a command: please change the originals. Each one's
+first cell fetches the course and installs what Colab lacks. A copy that you change is lost with its session unless you
+save it to your Drive.
+
+{rows}
+"""
 
 SET_UP = '''\
 # Colab only: the course, and what Colab lacks of what it needs. Colab's own torch and widgets stay as they are.
@@ -81,18 +91,18 @@ def for_colab(notebook: nbformat.NotebookNode, folder: str, course: str, branch:
     return notebook
 
 
-def build(out: Path, course: str, branch: str) -> list[str]:
-    """Write all copies; returns the badge of each lesson, in Markdown."""
-    place, badges = repository(course), []
+def build(out: Path, course: str, branch: str) -> None:
+    """Write all copies, and the page with their badges."""
+    place, rows = repository(course), ["| | |", "|---|---|"]
     shutil.rmtree(out, ignore_errors=True)
     for folder in FOLDERS:
         (out / folder).mkdir(parents=True)
         for file in sorted((ROOT / folder).glob("*.ipynb")):
             notebook = for_colab(nbformat.read(file, as_version=4), folder, course, branch)
             nbformat.write(notebook, out / folder / file.name)
-            if folder == "notebooks":
-                badges.append(f"[![Open {file.stem} in Colab]({BADGE})]({COLAB}/{place}/blob/{branch}/{folder}/{file.name})")
-    return badges
+            rows.append(f"| {folder}/{file.stem} | [![Open {file.stem} in Colab]({BADGE})]({COLAB}/{place}/blob/{branch}/{folder}/{file.name}) |")
+    page = PAGE.format(course=f"https://github.com/{place}", rows="\n".join(rows))
+    (out / "README.md").write_text(page, encoding="utf-8", newline="\n")
 
 
 def main() -> int:
@@ -101,11 +111,11 @@ def main() -> int:
     parser.add_argument("--branch", default="colab", help="the branch that the copies will be on")
     args = parser.parse_args()
     try:
-        badges = build(OUT, args.course or course_address(), args.branch)
+        build(OUT, args.course or course_address(), args.branch)
     except CannotBuild as error:
         print(f"No copies for Colab: {error}.", file=sys.stderr)
         return 1
-    print(f"Push what is in {OUT} as the branch {args.branch}. The badges, for that repository's README:\n", *badges, sep="\n")
+    print(f"Push what is in {OUT} as the branch {args.branch}.")
     return 0
 
 

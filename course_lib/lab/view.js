@@ -70,10 +70,11 @@ const WHY = {
   decode_share: "decode has had its share of the budget while prefill waits",
   queue: "it is behind one that can't go on",
 };
-const OWNERS = 5; // colours of owners, lm-own0 … in the timeline's style
+const OWNERS = 5; // colours of owners, lm-own0 … in the timeline's style; then the same ones hatched
 const PLAY_SECONDS = 12; // a whole run at speed 1
-const PITCHES = [32, 28, 24, 20, 16, 14, 12, 10, 8, 6];
-const MAP_WIDTH = 960, MAP_ROOM = 230, MAP_LEFT = 62;
+const PITCHES = [32, 28, 24, 20, 16, 14, 12, 10, 8];
+const MAP_WIDTH = 960, MAP_ROOM = 230, MAP_LEFT = 62, GAP = 2;
+let views = 0; // each has a hatch of its own to refer to
 
 const plural = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 const seconds = (t) => (t >= 1 ? `${+t.toFixed(2)} s` : t >= 0.001 ? `${+(t * 1e3).toFixed(1)} ms` : `${+(t * 1e6).toFixed(0)} µs`);
@@ -107,6 +108,40 @@ class Run {
     this.holders = Array.from({ length: count }, () => []);
     this.cached = new Uint8Array(count);
     this.at = -1;
+    this.places = null;
+  }
+
+  // A request's number among those that hold blocks at the same time, as read_pool (block_map.py) has it: the lowest that
+  // was free when it took its first block. Worked out once for the whole run, since it follows from what came before.
+  place(request, step) {
+    this.places ??= this.givePlaces();
+    return this.places[request].findLast(([from]) => from <= step)?.[1] ?? 0;
+  }
+
+  givePlaces() {
+    const held = this.requests.map(() => 0), now = held.map(() => -1), places = held.map(() => []);
+    const order = new Map(); // requests, as they first took a block
+    this.pool.changes.forEach((events, step) => {
+      const touched = new Set();
+      for (let i = 0; i < events.length; i += 3) {
+        const owner = events[i + 1];
+        if (owner < 0) continue;
+        if (!order.has(owner)) order.set(owner, order.size);
+        held[owner] += events[i + 2];
+        touched.add(owner);
+      }
+      const changed = [...touched].sort((a, b) => order.get(a) - order.get(b));
+      for (const owner of changed) if (!held[owner]) now[owner] = -1;
+      for (const owner of changed) {
+        if (!held[owner] || now[owner] >= 0) continue;
+        const taken = new Set(now);
+        let place = 0;
+        while (taken.has(place)) place += 1;
+        now[owner] = place;
+        places[owner].push([step, place]);
+      }
+    });
+    return places;
   }
 
   get steps() { return this.ends.length; }
@@ -185,6 +220,7 @@ class Run {
 class View {
   constructor(element, callbacks) {
     this.callbacks = callbacks;
+    this.hatch = `lmv-hatch${++views}`;
     this.step = 0; this.panel = 0; this.request = -1; this.playing = null; this.follow = true;
     this.busy = false; this.wanted = null; this.values = {}; this.rows = new Map();
     const root = (this.root = make(element, "div", { class: "lmv", role: "group" }));
@@ -401,21 +437,23 @@ class View {
     this.grid = { count, each, pitch, columns, cells };
     const rowTexts = Array.from({ length: lines }, (_, row) => row).filter((row) => row % Math.ceil(13 / pitch) === 0)
       .map((row) => `<text class="lm-mute lm-e" x="${MAP_LEFT - 6}" y="${26 + row * pitch + pitch / 2 + 4}">${row * columns * each}</text>`).join("");
-    const title = `KV blocks, ${each > 1 ? `${each} to a cell, ` : ""}by owner. Underlined: written in this step; corner: shared; stroke: free with its content kept.`;
+    const title = `KV blocks, ${each > 1 ? `${each} to a cell, ` : ""}by owner: a colour, or a colour and a hatch. Underlined: written in this step; corner: shared; stroke: free with its content kept.`;
     const height = 30 + lines * pitch;
     this.map.innerHTML = `<svg class="lm-t" viewBox="0 0 ${MAP_WIDTH} ${height}" role="img"><rect class="lm-bg" width="${MAP_WIDTH}" height="${height}"/>`
+      + `<pattern id="${this.hatch}" width="6" height="6" patternUnits="userSpaceOnUse"><path class="lm-mesh" d="M-1 1l2-2M0 6l6-6M5 7l2-2"/></pattern>`
       + `<text class="lm-mute" x="16" y="16">${title}</text>${rowTexts}<g></g></svg>`;
     this.mapSvg = this.map.firstChild;
     const group = this.mapSvg.querySelector("g");
     this.paths = {};
-    for (const kind of ["free", ...Array.from({ length: OWNERS }, (_, i) => `own${i}`), "part", "kept", "cellgrid", "shared", "write"]) {
-      this.paths[kind] = svgPath(group, `lm-${kind}`);
+    for (const kind of ["free", ...Array.from({ length: OWNERS }, (_, i) => `own${i}`), "mesh", "part", "kept", "cellgrid", "shared", "write"]) {
+      this.paths[kind] = svgPath(group, kind === "mesh" ? "lmv-mesh" : `lm-${kind}`);
     }
+    this.paths.mesh.setAttribute("fill", `url(#${this.hatch})`);
     this.outline = svgPath(group, "lmv-own");
     this.outline.setAttribute("stroke-width", pitch < 14 ? 1 : 2);
     let lineWork = "";
-    for (let row = 0; row < lines; row++) lineWork += box(MAP_LEFT, 26 + (row + 1) * pitch - 1, Math.min(columns, cells - row * columns) * pitch, 1);
-    for (let column = 1; column <= columns; column++) lineWork += box(MAP_LEFT + column * pitch - 1, 26, 1, lines * pitch);
+    for (let row = 0; row < lines; row++) lineWork += box(MAP_LEFT, 26 + (row + 1) * pitch - GAP, Math.min(columns, cells - row * columns) * pitch, GAP);
+    for (let column = 1; column <= columns; column++) lineWork += box(MAP_LEFT + column * pitch - GAP, 26, GAP, lines * pitch);
     this.paths.cellgrid.setAttribute("d", lineWork);
     this.names = document.createElementNS("http://www.w3.org/2000/svg", "g");
     group.append(this.names);
@@ -426,7 +464,7 @@ class View {
   // Which tokens each block holds follows from the tables; the last block of a request is partly filled.
   drawMap() {
     const { run, grid: { each, pitch, columns, cells } } = this;
-    const size = run.pool.block_size, d = { free: "", part: "", kept: "", shared: "", write: "" };
+    const size = run.pool.block_size, side = pitch - GAP, d = { free: "", mesh: "", part: "", kept: "", shared: "", write: "" };
     for (let i = 0; i < OWNERS; i++) d[`own${i}`] = "";
     const fill = new Map(), written = new Set();
     let outline = "", names = "";
@@ -444,7 +482,7 @@ class View {
         const from = span[0] === "d" ? reached - 1 : span[3];
         for (let i = Math.floor(from / size); i < table.length; i++) written.add(table[i]);
       }
-      if (request === this.request) for (const block of table) outline += box(...place(block).map((v) => v + 1), pitch - 3, pitch - 3);
+      if (request === this.request) for (const block of table) outline += box(...place(block).map((v) => v + 1), side - 2, side - 2);
     });
     const ownerOf = (cell) => {
       for (let block = cell * each; block < Math.min((cell + 1) * each, run.holders.length); block++) {
@@ -455,29 +493,34 @@ class View {
     for (let first = 0, end; first < cells; first = end) {
       const owner = ownerOf(first), line = Math.floor(first / columns);
       for (end = first + 1; end < cells && end < (line + 1) * columns && ownerOf(end) === owner;) end += 1;
-      const [x, y] = place(first * each), width = (end - first) * pitch;
-      d[owner < 0 ? "free" : `own${owner % OWNERS}`] += box(x, y, width, pitch);
+      const [x, y] = place(first * each), width = (end - first) * pitch, number = owner < 0 ? 0 : run.place(owner, this.step);
+      const kind = owner < 0 ? "free" : `own${number % OWNERS}`, hatched = Math.floor(number / OWNERS) % 2 === 1;
+      d[kind] += box(x, y, width, pitch);
+      if (hatched) d.mesh += box(x, y, width, pitch);
       if (owner >= 0 && pitch >= 14) {
-        const { name } = run.requests[owner], need = name.length * 6 + 2;
-        if (need <= width) names += `<text class="lm-on lm-m lm-s" x="${x + (need <= pitch ? pitch : width) / 2}" y="${y + pitch / 2 + 3}">${escapeText(name)}</text>`;
+        const { name } = run.requests[owner], need = name.length * 6 + 2, middle = x + (need <= side ? side : width - GAP) / 2;
+        if (need > width - GAP) continue;
+        if (hatched) names += `<path class="lm-${kind}" d="${box(middle - need / 2, y + (side - 11) / 2, need, 11)}"/>`;
+        names += `<text class="lm-on lm-m lm-s" x="${middle}" y="${y + side / 2 + 3}">${escapeText(name)}</text>`;
       }
     }
+    const edge = Math.max(1, Math.floor(pitch / 12)); // what a block lacks has a frame of its owner's colour
     for (const [block, tokens] of each === 1 ? fill : []) {
-      const [x, y] = place(block), part = Math.max(1, Math.floor((tokens * (pitch - 1)) / size));
-      d.part += box(x + part, y, pitch - part, pitch);
+      const [x, y] = place(block), part = Math.max(edge, Math.floor((tokens * side) / size));
+      if (part < side - edge) d.part += box(x + part, y + edge, side - edge - part, side - 2 * edge);
     }
     run.cached.forEach((is, block) => {
       if (!is) return;
       const [x, y] = place(block);
-      d.kept += `M${x} ${y + pitch - 1}l${pitch - 1}-${pitch - 1}`;
+      d.kept += `M${x} ${y + side}l${side}-${side}`;
     });
-    const corner = Math.max(4, Math.floor(pitch / 2)), bar = Math.max(2, pitch >> 3);
+    const corner = 2 * Math.max(3, pitch >> 2), bar = Math.max(2, pitch >> 3);
     run.holders.forEach((holders, block) => {
       if (holders.length < 2) return;
       const [x, y] = place(block);
-      d.shared += `M${x + pitch - 1 - corner} ${y}h${corner}v${corner}z`;
+      d.shared += `M${x + side - corner} ${y}h${corner}v${corner}z`;
     });
-    for (const block of written) { const [x, y] = place(block); d.write += box(x, y + pitch - 1 - bar, pitch - 1, bar); }
+    for (const block of written) { const [x, y] = place(block); d.write += box(x, y + side - bar, side, bar); }
     for (const [kind, path] of Object.entries(d)) this.paths[kind].setAttribute("d", path);
     this.outline.setAttribute("d", outline);
     this.names.innerHTML = names;
