@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--quick", action="store_true",
         help="ladder and chunks with the tiny model and small sizes: only to see whether all of it runs")  # fmt: skip
     bench.add_argument("--contenders", nargs="+", metavar="NAME", help="of throughput (default: all that are installed)")
+    bench.add_argument("--at-most", type=float, metavar="SECONDS",
+        help="of throughput: another engine that has computed for longer sits out the other rounds (default: none does)")  # fmt: skip
     bench.add_argument("--vllm-venv", default=".venv-vllm", metavar="FOLDER", help="where vLLM's CPU build is (default .venv-vllm)")
     bench.add_argument("--traces", nargs="+", default=[], metavar="FILE", help="of traffic: Azure's .csv, Mooncake's .jsonl")
     bench.add_argument("--url", help="measure an OpenAI-compatible server with the demo's workload instead, from the client's side")

@@ -58,6 +58,38 @@ def test_the_table_gives_the_median_of_the_pairs_ratios(capsys):
     assert other.split() == ["other", "300", "2.00", "×", "200-500", "2", "of", "16", "(3.0e-05)"]
 
 
+class Fake:
+    """A contender whose runs take the given seconds; None is a Ctrl-C."""
+
+    def __init__(self, name, *seconds):
+        self.name, self.seconds = name, list(seconds)
+
+    def run(self, prompts, max_tokens):
+        seconds = self.seconds.pop(0) if max_tokens != 4 else 1.0  # 4: warming up
+        if seconds is None:
+            raise KeyboardInterrupt
+        return {"seconds": seconds, "token_ids": []}
+
+
+def test_who_has_computed_for_too_long_sits_out_and_pairs_are_of_one_round(capsys):
+    running = [Fake(throughput.OURS, 10.0, 20.0, 30.0), Fake("slow", 60.0, 60.0), Fake("quick", 20.0, 60.0, 30.0)]
+    result = throughput.measure(running, "short", 3, at_most=100)
+    rounds = {name: list(by_round) for name, by_round in throughput.rates_of(result["runs"]).items()}
+    assert rounds == {throughput.OURS: [0, 1, 2], "slow": [0, 1], "quick": [0, 1, 2]}, "120 s are more than 100; ours always runs"
+    throughput.report({"short": result | {"differences": {}}}, threads=2)
+    *_, ours, slow, quick = capsys.readouterr().out.splitlines()
+    assert slow.split()[2:4] == ["4.50", "×"] and slow.endswith("; 2 of the runs"), "the median of 6 and 3"
+    assert quick.split()[2:4] == ["2.00", "×"] and "of the runs" not in ours + quick
+
+
+def test_an_interrupt_keeps_the_rounds_that_are_whole():
+    running = [Fake(throughput.OURS, 10.0, 20.0), Fake("other", 60.0, None)]
+    result = throughput.measure(running, "short", 5)
+    assert [(run["round"], run["contender"]) for run in result["runs"]] == [(0, throughput.OURS), (0, "other")]
+    with pytest.raises(KeyboardInterrupt):  # nothing is there to keep
+        throughput.measure([Fake(throughput.OURS, None)], "short", 5)
+
+
 def test_results_are_kept_with_the_machine(tmp_path):
     path = machine.save("name", {"seed": 3}, tmp_path)
     text = path.read_text()

