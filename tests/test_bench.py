@@ -59,16 +59,13 @@ def test_the_table_gives_the_median_of_the_pairs_ratios(capsys):
 
 
 class Fake:
-    """A contender whose runs take the given seconds; None is a Ctrl-C."""
+    """A contender whose runs take the given seconds."""
 
     def __init__(self, name, *seconds):
         self.name, self.seconds = name, list(seconds)
 
     def run(self, prompts, max_tokens):
-        seconds = self.seconds.pop(0) if max_tokens != 4 else 1.0  # 4: warming up
-        if seconds is None:
-            raise KeyboardInterrupt
-        return {"seconds": seconds, "token_ids": []}
+        return {"seconds": self.seconds.pop(0) if max_tokens != 4 else 1.0, "token_ids": []}  # 4: warming up
 
 
 def test_who_has_computed_for_too_long_sits_out_and_pairs_are_of_one_round(capsys):
@@ -80,14 +77,6 @@ def test_who_has_computed_for_too_long_sits_out_and_pairs_are_of_one_round(capsy
     *_, ours, slow, quick = capsys.readouterr().out.splitlines()
     assert slow.split()[2:4] == ["4.50", "×"] and slow.endswith("; 2 of the runs"), "the median of 6 and 3"
     assert quick.split()[2:4] == ["2.00", "×"] and "of the runs" not in ours + quick
-
-
-def test_an_interrupt_keeps_the_rounds_that_are_whole():
-    running = [Fake(throughput.OURS, 10.0, 20.0), Fake("other", 60.0, None)]
-    result = throughput.measure(running, "short", 5)
-    assert [(run["round"], run["contender"]) for run in result["runs"]] == [(0, throughput.OURS), (0, "other")]
-    with pytest.raises(KeyboardInterrupt):  # nothing is there to keep
-        throughput.measure([Fake(throughput.OURS, None)], "short", 5)
 
 
 def test_results_are_kept_with_the_machine(tmp_path):

@@ -213,8 +213,11 @@ class Page:
 
     def describe(self):
         """What is to be seen, for a test that failed: the kernel's state, each cell's number and output, the console."""
-        cells = self.page.evaluate(f"{CELLS}.map((cell) => [cell.promptNode?.textContent, cell.outputArea?.node.innerText.slice(0, 800)])")
-        kernel = self.page.evaluate(f"{SESSION}.session?.kernel?.status")
+        try:
+            cells = self.page.evaluate(f"{CELLS}.map((cell) => [cell.promptNode?.textContent, cell.outputArea?.node.innerText.slice(0, 800)])")
+            kernel = self.page.evaluate(f"{SESSION}.session?.kernel?.status")
+        except playwright.Error as error:
+            return f"it can't be asked: {error}"
         return "\n".join([f"kernel: {kernel}", *(f"cell {number} {text!r}" for number, text in cells), *self.console[-20:]])
 
     def num_cells(self):

@@ -6,9 +6,6 @@
 import json
 import re
 import sys
-import threading
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -60,10 +57,8 @@ def address():
     browser = pytest.importorskip("test_site_browser", reason="it drives the browser")
     if not (lessons.OUT / "lab" / "index.html").exists():
         pytest.skip("the lessons' site isn't built: `make site-lessons` does that, once, with a network")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(browser.QuietHandler, directory=lessons.OUT)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with browser.served(lessons.OUT) as root:
+        yield root
 
 
 @pytest.fixture(scope="module")

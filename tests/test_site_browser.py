@@ -4,6 +4,7 @@ Needs Pyodide's file, which `make site` fetches once (or npm's cache), and what 
 elsewhere. Nothing here asks the network.
 """
 
+import contextlib
 import hashlib
 import threading
 from functools import partial
@@ -40,13 +41,19 @@ class QuietHandler(SimpleHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def served(folder):
+    """The address of a folder that a plain file server shows on loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def address(site):
-    root = site.parents[1]
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=root)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/{SUBPATH}/"
-        server.shutdown()
+    with served(site.parents[1]) as root:
+        yield f"{root}/{SUBPATH}/"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import nbformat
-from build_site import course_address
+from build_site import CannotBuild, course_address
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "colab"
@@ -48,10 +48,6 @@ from google.colab import output
 
 sys.path.insert(0, "/content/course")
 output.enable_custom_widget_manager()  # for this session: the lab and the other views'''
-
-
-class CannotBuild(Exception):
-    """Says why, and what to do."""
 
 
 def repository(course: str) -> str:

@@ -112,7 +112,7 @@ def main(args) -> None:
 def measure(running: list[Process], workload: str, rounds: int, at_most: float | None = None) -> dict:
     """Each contender once to warm up on two short prompts, then `rounds` times in turns.
 
-    at_most: seconds; a peer that has computed for longer sits out the rounds that follow. Ctrl-C keeps the rounds that are whole.
+    at_most: seconds; a peer that has computed for longer sits out the rounds that follow.
     """
     prompts, new = prompts_of(workload)
     tokens = sum(map(len, prompts)) + len(prompts) * new
@@ -120,22 +120,14 @@ def measure(running: list[Process], workload: str, rounds: int, at_most: float |
         process.run(prompts[:2], 4)
     runs, spent = [], dict.fromkeys([process.name for process in running], 0.0)
     for index in range(rounds):
-        turn = []
-        try:
-            for process in running[index % len(running) :] + running[: index % len(running)]:
-                if at_most is not None and spent[process.name] > at_most and process.name != OURS:
-                    continue
-                answer = process.run(prompts, new)
-                spent[process.name] += answer["seconds"]
-                rate = tokens / answer["seconds"]
-                print(f"{workload} {index + 1}/{rounds} {process.name:28} {answer['seconds']:8.2f} s {rate:8.0f} tokens/s", flush=True)
-                turn.append({"round": index, "contender": process.name, "tokens_per_second": rate, **answer})
-        except KeyboardInterrupt:
-            if not runs:
-                raise
-            print(f"stopped: {index} rounds are kept")
-            break
-        runs += turn
+        for process in running[index % len(running) :] + running[: index % len(running)]:
+            if at_most is not None and spent[process.name] > at_most and process.name != OURS:
+                continue
+            answer = process.run(prompts, new)
+            spent[process.name] += answer["seconds"]
+            rate = tokens / answer["seconds"]
+            print(f"{workload} {index + 1}/{rounds} {process.name:28} {answer['seconds']:8.2f} s {rate:8.0f} tokens/s", flush=True)
+            runs.append({"round": index, "contender": process.name, "tokens_per_second": rate, **answer})
     count, shortest, longest, _ = WORKLOADS[workload]
     return {"prompts": count, "prompt_tokens": [shortest, longest], "new_tokens": new, "total_tokens": tokens, "runs": runs}
 
