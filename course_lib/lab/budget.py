@@ -32,20 +32,16 @@ def _hatched(left: int, right: int, top: int, bottom: int) -> list[str]:
 
 def _bars(axis: Axis) -> list[tuple[int, int, int, int]]:
     """(left, right, decode, prefill) per step; steps thinner than a pixel share one, as their mean."""
-    bars, pending, left = [], [], None
-    for (start, end), used in zip(axis.cells, axis.story.used, strict=True):
-        if pending and start > left:
-            bars.append(_mean_bar(left, pending))
-            pending = []
-        if not pending:
+    bars: list[tuple[int, int, int, int]] = []
+    decodes = prefills = steps = left = right = 0  # of the bar that isn't finished
+    for (start, end), (decode, prefill) in zip(axis.cells, axis.story.used, strict=True):
+        if steps and start > left:
+            bars.append((left, right, decodes // steps, prefills // steps))
+            decodes = prefills = steps = 0
+        if not steps:
             left = start
-        pending.append((end, used))
-    return bars + ([_mean_bar(left, pending)] if pending else [])
-
-
-def _mean_bar(left: int, steps) -> tuple[int, int, int, int]:
-    decode, prefill = (sum(used[i] for _, used in steps) // len(steps) for i in (0, 1))
-    return left, steps[-1][0], decode, prefill
+        right, decodes, prefills, steps = end, decodes + decode, prefills + prefill, steps + 1
+    return [*bars, (left, right, decodes // steps, prefills // steps)] if steps else bars
 
 
 def _share(tokens: int, budget: int, height: int) -> int:

@@ -201,18 +201,20 @@ def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
 
     before, decodes = None, set()
     for place, step in enumerate(trace.steps):
-        requests, _, _, kinds, _ = step.chunks.columns
+        requests, starts, counts, kinds, _ = step.chunks.columns
         if (requests, kinds) != before:  # most steps compute for the same requests as the one before
             before = requests, kinds
             decodes = {name for name, kind in zip(requests, kinds, strict=True) if kind == "decode"}
             follow(decodes, decoding, place, "decodes")
-        prefills = [chunk for chunk in step.chunks if chunk.kind != "decode"] if len(decodes) < len(kinds) else []
-        for name, start, num_tokens, _, _ in prefills:
-            lives[name].prefills.append((place, start, start + num_tokens - 1))
+        prefilled = 0
+        for name, start, num_tokens, kind in zip(requests, starts, counts, kinds, strict=True) if len(decodes) < len(kinds) else ():
+            if kind != "decode":
+                lives[name].prefills.append((place, start, start + num_tokens - 1))
+                prefilled += num_tokens
         follow(step.tokens.keys(), emitting, place, "tokens")
         for name in step.preempted:
             lives[name].preempted.append(place)
-        used.append((len(decodes), sum(chunk.num_tokens for chunk in prefills)))
+        used.append((len(decodes), prefilled))
     follow(set(), decoding, len(used), "decodes")
     follow(set(), emitting, len(used), "tokens")
     return used
