@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, compress
-from operator import add
+from itertools import compress
 from typing import NamedTuple
 
+from .cost_model import StepWork, work_of
 from .scheduler import SchedulerOutput
 from .sequence import Sequence
 from .slots import slot_mapping as default_slot_mapping
@@ -58,16 +58,20 @@ class Sample(NamedTuple):
     error: str | None = None
 
 
-def count_batch(output: SchedulerOutput) -> Batch:
-    """The batch without its tokens: lengths and rows alone, for a runner that computes nothing (`reads_tokens = False`)."""
-    if not output.chunks:
-        return Batch([], [], [], [], [], [0], [], [], [], output.block_size)
-    sequences, starts, sizes, _, is_last = zip(*output.chunks, strict=True)
-    ends = list(accumulate(sizes))
-    context_lens = list(map(add, starts, sizes))
-    sample_rows = [end - 1 for end in compress(ends, is_last)]
-    sampled = list(compress(sequences, is_last))
-    return Batch([], [], [], [], context_lens, [0, *ends], sample_rows, list(sequences), sampled, output.block_size)
+class CountedBatch(NamedTuple):
+    """One step's work for a runner that computes nothing (`reads_tokens = False`): how much there is, and whose tokens it gives.
+
+    sampled [R] as in Batch
+    """
+
+    work: StepWork
+    sampled: list[Sequence]
+
+
+def count_batch(output: SchedulerOutput) -> CountedBatch:
+    """Count the scheduled chunks instead of laying them out."""
+    sequences, _, _, _, is_last = output.chunks.columns
+    return CountedBatch(work_of(output.chunks), list(compress(sequences, is_last)))
 
 
 def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping = default_slot_mapping) -> Batch:

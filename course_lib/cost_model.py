@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .columns import Columns
 from .hardware import Chip, ModelShape
 
 
@@ -50,13 +51,12 @@ def pairs_of(num_tokens: int, context_len: int) -> int:
 
 def work_of(chunks: Iterable) -> StepWork:
     """Counts the work of ScheduledChunks or of a trace's ChunkRecords."""
-    tokens = rows = pairs = context = 0
-    for _, start, num_tokens, _, is_last in chunks:
-        tokens += num_tokens
-        rows += is_last
-        pairs += pairs_of(num_tokens, start + num_tokens)
-        context += start + num_tokens
-    return StepWork(tokens, rows, pairs, context)
+    _, starts, sizes, _, is_last = chunks.columns if isinstance(chunks, Columns) else zip(*chunks, strict=True)
+    tokens = sum(sizes)
+    context = pairs = sum(starts) + tokens  # of chunks of one token, which see their whole context
+    if tokens > len(sizes):
+        pairs = sum(pairs_of(size, start + size) for start, size in zip(starts, sizes, strict=True))
+    return StepWork(tokens, sum(is_last), pairs, context)
 
 
 class StepCost(NamedTuple):

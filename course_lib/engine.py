@@ -211,6 +211,7 @@ class Engine:
             try:
                 self._recorder.step_begins(self.scheduler.step, self.runner.now())
                 scheduled = self.scheduler.schedule()
+                scheduled.settle()
                 self._recorder.blocks_taken(self.block_manager)
             except BaseException:
                 self._give_up_step()
@@ -259,8 +260,8 @@ class Engine:
         self._num_empty = 0
         batch = build_batch(scheduled, self.slot_mapping) if self._reads_tokens else count_batch(scheduled)
         samples = self.runner.execute(batch)
-        if len(samples) != len(batch.sample_rows):
-            raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sample_rows)} rows")
+        if len(samples) != len(batch.sampled):
+            raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sampled)} rows")
         if not all(issubclass(kind, Sample) for kind in set(map(type, samples))):
             raise RuntimeError(f"the runner must return a Sample for each row, got {samples!r:.200}")
         return batch.sampled, samples
@@ -289,16 +290,17 @@ class Engine:
                     reason = "stop" if detokenizer.stopped else None
                 except Exception as failure:  # this request's text fails, the others go on
                     reason, error = "error", f"text of token {token_id}: {failure!r}"
-            if reason is None:
-                if token_id in sequence.stop_token_ids:
-                    reason = "stop"
-                elif len(generated) >= sequence.max_new_tokens:
-                    reason = "length"
-            if reason is None:
+            if reason is not None:
+                pass
+            elif token_id in sequence.stop_token_ids:
+                reason = "stop"
+            elif len(generated) >= sequence.max_new_tokens:
+                reason = "length"
+            else:
                 if not sequence.params.final_only:
                     outputs.append(RequestOutput(sequence, [token_id], new_text))
-            else:
-                outputs.append(self._finish(sequence, reason, [token_id], new_text, error))
+                continue
+            outputs.append(self._finish(sequence, reason, [token_id], new_text, error))
         return outputs, tokens
 
     def _finish(self, sequence: Sequence, reason: str, new_token_ids=(), new_text="", error=None) -> RequestOutput:

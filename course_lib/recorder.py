@@ -58,9 +58,8 @@ class Recorder:
         if self._enabled:
             record.end = time
             self._note_changes(record, before)
-            if scheduled.chunks:
-                sequences, *columns = zip(*scheduled.chunks, strict=True)
-                record.chunks.columns = (tuple([sequence.trace_name for sequence in sequences]), *columns)
+            sequences, *columns = scheduled.chunks.columns
+            record.chunks.columns = [[sequence.trace_name for sequence in sequences], *map(list, columns)]
             record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
             record.preempted = [sequence.trace_name for sequence in preempted]
             for sequence in scheduled.admitted:

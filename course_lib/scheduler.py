@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from .block_manager import BlockManager
+from .columns import Columns
 from .config import EngineConfig
 from .policies import make_policy
 from .sequence import FINISHED, PREFILLING, RUNNING, WAITING, Sequence
@@ -54,16 +55,38 @@ class ScheduledChunk(NamedTuple):
     is_last: bool
 
 
+class ScheduledChunks(Columns):
+    """The chunks of a step, in the order in which they lie in the batch: to its user a list of ScheduledChunk."""
+
+    __slots__ = ()
+    row = ScheduledChunk
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """A chunk of one token for each: the next one that has no K/V yet."""
+        count = len(sequences)
+        starts = [sequence.cached_token_count for sequence in sequences]
+        for column, values in zip(self.columns, (sequences, starts, [1] * count, ["decode"] * count, [True] * count), strict=True):
+            column += values
+
+
 @dataclass
 class SchedulerOutput:
     """What one step computes, and why the others have to wait."""
 
     step: int
     block_size: int
-    chunks: list[ScheduledChunk] = field(default_factory=list)
+    chunks: ScheduledChunks = field(default_factory=ScheduledChunks)
     reasons: dict[str, str] = field(default_factory=dict)  # request id -> one of REASONS
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Whatever list of chunks a scheduler has put there, it is columns from now on."""
+        if not isinstance(self.chunks, ScheduledChunks):
+            self.chunks = ScheduledChunks(self.chunks)
 
 
 class Scheduler:
@@ -95,7 +118,7 @@ class Scheduler:
         for sequence in left_out:  # what prefill left goes back to decode, at nobody's expense
             if sequence.status is RUNNING:
                 if tokens and self._has_room(sequence):
-                    out.chunks.append(ScheduledChunk(sequence, sequence.cached_token_count, 1, "decode", True))
+                    out.chunks.add_decodes([sequence])
                     tokens -= 1
                 else:
                     out.reasons[sequence.request_id] = "kv_blocks" if tokens else "decode_share"
@@ -120,8 +143,7 @@ class Scheduler:
             # oldest first, so that who is preempted is this one or still to come
             while sequence.status is RUNNING and not self._has_room(sequence):
                 self._preempt(out, max(self._holders(), key=by_arrival))
-        new = tuple.__new__  # ScheduledChunk(...) in half the time, once for every running request in every step
-        out.chunks += [new(ScheduledChunk, (s, s.cached_token_count, 1, "decode", True)) for s in chosen if s.status is RUNNING]
+        out.chunks.add_decodes([s for s in chosen if s.status is RUNNING] if out.preempted else chosen)
         return left_out
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -258,18 +280,20 @@ class Scheduler:
     def commit(self, out: SchedulerOutput) -> None:
         """The forward pass returned: move the counters, and the sequences to their new queues."""
         block_size, step, is_caching = self.block_size, out.step, self.config.enable_prefix_caching
-        for sequence, start, num_tokens, _kind, is_last in out.chunks:
+        sequences, starts, sizes, _, is_lasts = out.chunks.columns
+        for sequence, start, num_tokens, is_last in zip(sequences, starts, sizes, is_lasts, strict=True):
             status = sequence.status
             if status is FINISHED:  # cancelled while the forward pass ran
                 continue
-            if status is WAITING and not sequence.num_preemptions:
-                sequence.prefix_hit_tokens = start
-            cached = start + num_tokens
-            sequence.cached_token_count = cached
+            sequence.cached_token_count = cached = start + num_tokens
             sequence.last_step = step
             if is_caching and cached // block_size > len(sequence.block_keys):
                 self.block_manager.register(sequence)
-            if status is not RUNNING and (is_last or status is WAITING):
+            if status is RUNNING:
+                continue
+            if status is WAITING and not sequence.num_preemptions:
+                sequence.prefix_hit_tokens = start
+            if is_last or status is WAITING:
                 self._queue(sequence).remove(sequence)
                 sequence.transition_to(RUNNING if is_last else PREFILLING)
                 insort(self._queue(sequence), sequence, key=by_arrival)

@@ -7,9 +7,10 @@ changes, so a step costs what changed in it; `reasons_at` and `owners_at` play t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
+
+from .columns import Columns
 
 
 class ChunkRecord(NamedTuple):
@@ -22,34 +23,11 @@ class ChunkRecord(NamedTuple):
     is_last: bool
 
 
-class Chunks(Sequence):
-    """The chunks of a step, kept as columns: `columns` has a tuple for each field of ChunkRecord.
+class Chunks(Columns):
+    """The chunks of a step."""
 
-    A record is made when it is looked at. Most never are, and there is one for every running request in every step.
-    """
-
-    __slots__ = ("columns",)
-
-    def __init__(self, chunks: Iterable[ChunkRecord] = ()) -> None:
-        self.columns = tuple(zip(*chunks, strict=True)) or ((),) * len(ChunkRecord._fields)
-
-    def append(self, chunk: ChunkRecord) -> None:
-        self.columns = Chunks([*self, chunk]).columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __iter__(self) -> Iterator[ChunkRecord]:
-        return map(ChunkRecord, *self.columns)
-
-    def __getitem__(self, place):
-        return list(self)[place] if isinstance(place, slice) else ChunkRecord(*(column[place] for column in self.columns))
-
-    def __eq__(self, other) -> bool:
-        return list(self) == list(other)
-
-    def __repr__(self) -> str:
-        return repr(list(self))
+    __slots__ = ()
+    row = ChunkRecord
 
 
 @dataclass

@@ -1421,8 +1421,8 @@ def test_on_step_sees_what_is_about_to_be_computed():
 
 # In the order in which a request flows through them: a module may import only from those before it.
 ORDER = [
-    "validation", "vllm_flags", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
-    "batch", "hardware", "cost_model", "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants",
+    "validation", "vllm_flags", "columns", "config", "sequence", "slots", "prefix_cache", "block_manager", "text", "policies", "scheduler", "contrast",
+    "hardware", "cost_model", "batch", "model", "runners", "trace", "recorder", "metrics", "prompts", "outputs", "invariants",
     "engine", "calibrate", "workloads", "capacity", "lab", "checks", "arena", "__init__", "demo", "doctor", "bench", "simulate",
     "gpu_jobs", "gpu_check", "__main__",
 ]  # fmt: skip

@@ -246,14 +246,16 @@ def test_a_pool_larger_than_the_chips_memory_is_refused():
     simulated_engine(num_blocks=26_674)
 
 
-def test_a_batch_that_is_only_counted_has_the_lengths_and_rows_of_a_whole_one():
+def test_a_batch_that_is_only_counted_has_the_work_and_the_rows_of_a_whole_one():
     seen = []
 
     def compare(output):
         whole, counted = build_batch(output), count_batch(output)
-        for name in ("context_lens", "query_start_loc", "sample_rows", "sequences", "sampled", "block_size"):
-            assert getattr(counted, name) == getattr(whole, name), name
-        seen.append((len(counted.sequences), len(counted.sampled)))
+        sizes = [end - start for start, end in itertools.pairwise(whole.query_start_loc)]
+        pairs = sum(map(pairs_of, sizes, whole.context_lens))
+        assert counted.work == StepWork(len(whole.token_ids), len(whole.sample_rows), pairs, sum(whole.context_lens))
+        assert counted.sampled == whole.sampled
+        seen.append((len(whole.sequences), len(counted.sampled)))
 
     config = EngineConfig(num_blocks=80, max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk_size=24)
     engine = Engine(SimulatedRunner(), config, on_step=compare)
@@ -262,8 +264,7 @@ def test_a_batch_that_is_only_counted_has_the_lengths_and_rows_of_a_whole_one():
     while engine.has_unfinished_requests():
         engine.step()
     assert any(sampled < scheduled for scheduled, sampled in seen) and max(seen)[0] == 8
-    empty = SchedulerOutput(0, 16)
-    assert count_batch(empty) == build_batch(empty)
+    assert count_batch(SchedulerOutput(0, 16)) == (StepWork(0, 0, 0, 0), [])
 
 
 def test_a_step_of_the_simulator_is_cheap():
@@ -271,7 +272,7 @@ def test_a_step_of_the_simulator_is_cheap():
     sequences = [Sequence(f"r{i}", [1] * 100, arrival=i) for i in range(1024)]
     for sequence in sequences:
         sequence.block_table = list(range(7))
-    batch = build_batch(SchedulerOutput(0, 16, [ScheduledChunk(s, 99, 1, "decode", True) for s in sequences]))
+    batch = count_batch(SchedulerOutput(0, 16, [ScheduledChunk(s, 99, 1, "decode", True) for s in sequences]))
     times = []
     for _ in range(20):
         begin = time.perf_counter()

@@ -16,11 +16,14 @@ def draw_budget(svg: Svg, axis: Axis, top: int, height: int) -> None:
     shapes: dict[str, list[str]] = {"unused": [], "prefill": [], "hatch": [], "decode": []}
     for left, right, decode, prefill in _bars(axis):
         low = bottom - _share(decode, budget, height)
-        high = min(low, bottom - _share(decode + prefill, budget, height))
-        for kind, y0, y1 in (("decode", low, bottom), ("prefill", high, low), ("unused", top, high)):
-            if y1 > y0:
-                shapes[kind].append(box(left, right, y0, y1 - y0))
-        shapes["hatch"] += _hatched(left, right, high, low)
+        high = min(low, bottom - _share(decode + prefill, budget, height)) if prefill else low
+        if bottom > low:
+            shapes["decode"].append(box(left, right, low, bottom - low))
+        if low > high:
+            shapes["prefill"].append(box(left, right, high, low - high))
+            shapes["hatch"] += _hatched(left, right, high, low)
+        if high > top:
+            shapes["unused"].append(box(left, right, top, high - top))
     for kind, subpaths in shapes.items():
         svg.path(kind, subpaths)
 

@@ -11,6 +11,7 @@ from html import escape
 from importlib import resources
 
 from ..trace import Trace
+from ..workloads.replay import garbage_collection_paused
 from .block_map import block_map, block_map_alt
 from .budget import budget, budget_alt
 from .frame import frame
@@ -75,11 +76,12 @@ if anywidget is not None:
             super().__init__(lab.frame(), lab.setup())
 
         def on_message(self, message: dict) -> None:
-            answer = self.lab.handle(message)
-            if "kind" in answer:
-                self.send(answer)
-            else:
-                self.show_frame(answer)
+            with garbage_collection_paused():  # a notebook's kernel has so many objects that a collection can take 0.1 s
+                answer = self.lab.handle(message)
+                if "kind" in answer:
+                    self.send(answer)
+                else:
+                    self.show_frame(answer)
 
     class LiveView(FrameView):
         """Shows a `LiveRun`, and passes on what its buttons ask for. (Printing or raising there would be seen by nobody.)"""

@@ -30,7 +30,10 @@ class Runner(Protocol):
     tokenizer: Tokenizer | None
 
     def execute(self, batch: Batch) -> list[Sample]:
-        """Run one forward pass; one Sample per row of `batch.sample_rows`, in that order."""
+        """Run one forward pass; one Sample per row of `batch.sample_rows`, in that order.
+
+        A runner that has `reads_tokens = False` gets a CountedBatch; one Sample per sequence of `sampled`.
+        """
         ...
 
     def now(self) -> float:

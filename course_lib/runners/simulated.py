@@ -6,9 +6,9 @@ a cost model says of the batch, so an hour of traffic on a data-centre GPU is re
 
 from __future__ import annotations
 
-from ..batch import Batch, Sample
+from ..batch import CountedBatch, Sample
 from ..config import EngineConfig
-from ..cost_model import RooflineCost, StepWork, pairs_of
+from ..cost_model import RooflineCost
 from ..hardware import Chip, ModelShape, find_chip, find_model, num_blocks_for
 
 
@@ -45,16 +45,10 @@ class SimulatedRunner:
                 f"{self.chip.name}: at most {most} blocks of {block_size} tokens"
             )
 
-    def execute(self, batch: Batch) -> list[Sample]:
+    def execute(self, batch: CountedBatch) -> list[Sample]:
         """Let the time of this step pass."""
         self.num_calls += 1
-        starts, context_lens = batch.query_start_loc, batch.context_lens
-        tokens, context = starts[-1], sum(context_lens)
-        pairs = context  # if each sequence has one token, which sees its whole context
-        if tokens > len(context_lens):
-            lengths = (end - start for start, end in zip(starts, starts[1:], strict=False))
-            pairs = sum(map(pairs_of, lengths, context_lens))
-        self._time += self.cost.seconds(StepWork(tokens, len(batch.sample_rows), pairs, context))
+        self._time += self.cost.seconds(batch.work)
         samples, count = self._samples, len(self._samples)
         return [samples[(7 * s.arrival + len(s.generated_token_ids)) % count] for s in batch.sampled]
 

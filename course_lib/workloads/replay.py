@@ -94,12 +94,12 @@ def simulate(
 ) -> Trace:
     """Serve a workload on a simulated chip; the same arguments give the same trace. See SimulatedRunner and `replay`."""
     engine = Engine(SimulatedRunner(model, chip, cost), config, scheduler=scheduler)
-    with _garbage_collection_paused():
+    with garbage_collection_paused():
         return replay(engine, requests, max_steps=max_steps)
 
 
 @contextmanager
-def _garbage_collection_paused():
+def garbage_collection_paused():
     """As `timeit` does. A trace is millions of records, which the collector would walk through again and again.
 
     Nothing here refers to itself, so reference counting frees all that goes.
