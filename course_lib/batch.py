@@ -86,7 +86,7 @@ def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping = default_slo
     slots: list[int] = []
     query_start_loc, context_lens, block_tables, sequences = [0], [], [], []
     sample_rows, sampled = [], []
-    for sequence, start, num_tokens, _kind, is_last in output.chunks:
+    for sequence, start, num_tokens, _kind, is_last in output.chunks.tuples():
         end = start + num_tokens
         table = sequence.block_table
         token_ids += sequence.token_ids(start, num_tokens)

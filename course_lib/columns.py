@@ -29,6 +29,10 @@ class Columns(MutableSequence):
     def __iter__(self) -> Iterator:
         return map(self.row, *self.columns)
 
+    def tuples(self) -> Iterator[tuple]:
+        """The rows as plain tuples, for a loop that takes them apart at once: a named tuple takes longer to make than to use."""
+        return zip(*self.columns, strict=True)
+
     def __getitem__(self, place):
         return list(self)[place] if isinstance(place, slice) else self.row(*[column[place] for column in self.columns])
 

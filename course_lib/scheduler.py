@@ -280,8 +280,7 @@ class Scheduler:
     def commit(self, out: SchedulerOutput) -> None:
         """The forward pass returned: move the counters, and the sequences to their new queues."""
         block_size, step, is_caching = self.block_size, out.step, self.config.enable_prefix_caching
-        sequences, starts, sizes, _, is_lasts = out.chunks.columns
-        for sequence, start, num_tokens, is_last in zip(sequences, starts, sizes, is_lasts, strict=True):
+        for sequence, start, num_tokens, _kind, is_last in out.chunks.tuples():
             status = sequence.status
             if status is FINISHED:  # cancelled while the forward pass ran
                 continue

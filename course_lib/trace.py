@@ -226,7 +226,7 @@ class Trace:
                     yield from end_wait(name, step.start)
                 if reason is not None:
                     waiting[name] = (reason, step.start if step.index else self.requests[name].arrival_time)
-            for name, start_pos, num_tokens, kind, _is_last in step.chunks:
+            for name, start_pos, num_tokens, kind, _is_last in step.chunks.tuples():
                 last = start_pos + num_tokens - 1
                 title = f"decode {start_pos}" if kind == "decode" else f"prefill {start_pos}-{last}"
                 yield slice_(tracks[name], title, step.start, step.end, start_pos=start_pos, num_tokens=num_tokens)

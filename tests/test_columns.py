@@ -51,6 +51,7 @@ def test_what_a_list_does_columns_do(seed):
         operation(columns, random.Random(dice))
         rows = [Pair(*row) for row in rows]
         assert columns == rows and rows == columns and list(columns) == rows and len(columns) == len(rows)
+        assert list(columns.tuples()) == [tuple(row) for row in rows]
         assert repr(columns) == repr(rows) and bool(columns) == bool(rows)
         assert columns[:3] == rows[:3] and list(reversed(columns)) == rows[::-1]
         assert columns + [1] == rows + [1] and [1] + columns == [1] + rows

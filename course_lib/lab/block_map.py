@@ -79,7 +79,7 @@ def read_pool(trace: Trace, step: int = -1) -> Pool:
             tokens = min(block_size, max(0, reached.get(name, 0) - index * block_size))
             filled[block] = max(tokens, filled.get(block, 0))
     written: set[int] = set()
-    for name, start, num_tokens, _, _ in trace.steps[place].chunks:
+    for name, start, num_tokens, _, _ in trace.steps[place].chunks.tuples():
         written.update(tables[name][start // block_size : (start + num_tokens - 1) // block_size + 1])
     return Pool(trace.steps[place].index, trace.config["num_blocks"], block_size, holders, cached, filled, written, tables, places)
 

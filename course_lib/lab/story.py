@@ -201,13 +201,13 @@ def _read_steps(trace: Trace, lives: dict[str, Life]) -> list[tuple[int, int]]:
 
     before, decodes = None, set()
     for place, step in enumerate(trace.steps):
-        requests, starts, counts, kinds, _ = step.chunks.columns
+        requests, _, _, kinds, _ = step.chunks.columns
         if (requests, kinds) != before:  # most steps compute for the same requests as the one before
             before = requests, kinds
             decodes = {name for name, kind in zip(requests, kinds, strict=True) if kind == "decode"}
             follow(decodes, decoding, place, "decodes")
         prefilled = 0
-        for name, start, num_tokens, kind in zip(requests, starts, counts, kinds, strict=True) if len(decodes) < len(kinds) else ():
+        for name, start, num_tokens, kind, _ in step.chunks.tuples() if len(decodes) < len(kinds) else ():
             if kind != "decode":
                 lives[name].prefills.append((place, start, start + num_tokens - 1))
                 prefilled += num_tokens
