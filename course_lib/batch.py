@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 from typing import NamedTuple
 
-from .cost_model import StepWork, work_of
-from .scheduler import SchedulerOutput
+from .cost_model import StepWork, count_work
+from .scheduler import SchedulerOutput, columns_of
 from .sequence import Sequence
 from .slots import slot_mapping as default_slot_mapping
 
@@ -45,6 +45,14 @@ class Batch:
     sampled: list[Sequence]
     block_size: int
 
+    @property
+    def work(self) -> StepWork:
+        """What there is to compute, counted."""
+        sizes = [end - start for start, end in pairwise(self.query_start_loc)]
+        starts = [length - size for length, size in zip(self.context_lens, sizes, strict=True)]
+        rows = set(self.sample_rows)
+        return count_work(starts, sizes, [end - 1 in rows for end in self.query_start_loc[1:]])
+
 
 class Sample(NamedTuple):
     """The token chosen for one row of `Batch.sample_rows`.
@@ -70,8 +78,8 @@ class CountedBatch(NamedTuple):
 
 def count_batch(output: SchedulerOutput) -> CountedBatch:
     """Count the scheduled chunks instead of laying them out."""
-    sequences, _, _, _, is_last = output.chunks.columns
-    return CountedBatch(work_of(output.chunks), list(compress(sequences, is_last)))
+    sequences, starts, sizes, _, is_last = columns_of(output.chunks)
+    return CountedBatch(count_work(starts, sizes, is_last), list(compress(sequences, is_last)))
 
 
 def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping = default_slot_mapping) -> Batch:
@@ -86,7 +94,7 @@ def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping = default_slo
     slots: list[int] = []
     query_start_loc, context_lens, block_tables, sequences = [0], [], [], []
     sample_rows, sampled = [], []
-    for sequence, start, num_tokens, _kind, is_last in output.chunks.tuples():
+    for sequence, start, num_tokens, _kind, is_last in output.chunks:
         end = start + num_tokens
         table = sequence.block_table
         token_ids += sequence.token_ids(start, num_tokens)

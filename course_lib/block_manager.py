@@ -88,15 +88,15 @@ class BlockManager:
         The tail goes first because a head can be reused by more requests than a tail: of the idle
         blocks, the one freed first is overwritten first.
         """
-        keep, name, changes, counts = blocks_needed(num_tokens, self.block_size), sequence.trace_name, self._changes, self.ref_counts
+        keep = blocks_needed(num_tokens, self.block_size)
         while len(sequence.block_table) > keep:
             block = sequence.block_table.pop()
-            changes.append((block, name, -1))
-            counts[block] -= 1
-            if counts[block] == 0:
+            self._changes.append((block, sequence.trace_name, -1))
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
                 if self.prefix_cache and block in self.prefix_cache:
                     self._cached[block] = None
-                    changes.append((block, "", 1))
+                    self._changes.append((block, "", 1))
                 else:
                     self._free.append(block)
         del sequence.block_keys[len(sequence.block_table) :]

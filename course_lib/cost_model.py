@@ -21,7 +21,7 @@ that a matrix product of few rows runs below the chip's rate, except as far as m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,10 +51,16 @@ def pairs_of(num_tokens: int, context_len: int) -> int:
 
 def work_of(chunks: Iterable) -> StepWork:
     """Counts the work of ScheduledChunks or of a trace's ChunkRecords."""
-    _, starts, sizes, _, is_last = chunks.columns if isinstance(chunks, Columns) else zip(*chunks, strict=True)
+    columns = chunks.columns if isinstance(chunks, Columns) else [*zip(*chunks, strict=True)] or [()] * 5
+    _, starts, sizes, _, is_last = columns
+    return count_work(starts, sizes, is_last)
+
+
+def count_work(starts: Sequence[int], sizes: Sequence[int], is_last: Sequence[bool]) -> StepWork:
+    """The same from the chunks' columns: where each begins, how many tokens it has, whether its last row is sampled."""
     tokens = sum(sizes)
-    context = pairs = sum(starts) + tokens  # of chunks of one token, which see their whole context
-    if tokens > len(sizes):
+    context = pairs = sum(starts) + tokens  # a chunk of one token sees its whole context
+    if sizes.count(1) < len(sizes):
         pairs = sum(pairs_of(size, start + size) for start, size in zip(starts, sizes, strict=True))
     return StepWork(tokens, sum(is_last), pairs, context)
 

@@ -211,7 +211,6 @@ class Engine:
             try:
                 self._recorder.step_begins(self.scheduler.step, self.runner.now())
                 scheduled = self.scheduler.schedule()
-                scheduled.settle()
                 self._recorder.blocks_taken(self.block_manager)
             except BaseException:
                 self._give_up_step()

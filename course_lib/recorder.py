@@ -5,7 +5,7 @@ What happens between two steps (a cancel, say) goes into the record of the step 
 
 from __future__ import annotations
 
-from .scheduler import SchedulerOutput
+from .scheduler import SchedulerOutput, columns_of
 from .sequence import Sequence
 from .trace import RequestRecord, StepRecord, Trace
 
@@ -58,8 +58,8 @@ class Recorder:
         if self._enabled:
             record.end = time
             self._note_changes(record, before)
-            sequences, *columns = scheduled.chunks.columns
-            record.chunks.columns = [[sequence.trace_name for sequence in sequences], *map(list, columns)]
+            sequences, *columns = columns_of(scheduled.chunks)
+            record.chunks.keep([sequence.trace_name for sequence in sequences], *columns)
             record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
             record.preempted = [sequence.trace_name for sequence in preempted]
             for sequence in scheduled.admitted:

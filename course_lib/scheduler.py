@@ -17,6 +17,7 @@ queues, `rollback` gives back the blocks of a step that failed.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -61,12 +62,17 @@ class ScheduledChunks(Columns):
     __slots__ = ()
     row = ScheduledChunk
 
-    def add_decodes(self, sequences: list[Sequence]) -> None:
+    @classmethod
+    def decodes(cls, sequences: list[Sequence]) -> ScheduledChunks:
         """A chunk of one token for each: the next one that has no K/V yet."""
-        count = len(sequences)
-        starts = [sequence.cached_token_count for sequence in sequences]
-        for column, values in zip(self.columns, (sequences, starts, [1] * count, ["decode"] * count, [True] * count), strict=True):
-            column += values
+        chunks, count = cls.__new__(cls), len(sequences)
+        chunks.columns = [list(sequences), [s.cached_token_count for s in sequences], [1] * count, ["decode"] * count, [True] * count]
+        return chunks
+
+
+def columns_of(chunks: Iterable[ScheduledChunk]) -> list[list]:
+    """The chunks by field: sequences, starts, sizes, kinds, is_last. Takes any list that a scheduler has made."""
+    return (chunks if isinstance(chunks, ScheduledChunks) else ScheduledChunks(chunks)).columns
 
 
 @dataclass
@@ -75,18 +81,10 @@ class SchedulerOutput:
 
     step: int
     block_size: int
-    chunks: ScheduledChunks = field(default_factory=ScheduledChunks)
+    chunks: MutableSequence[ScheduledChunk] = field(default_factory=ScheduledChunks)  # a list will do
     reasons: dict[str, str] = field(default_factory=dict)  # request id -> one of REASONS
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.settle()
-
-    def settle(self) -> None:
-        """Whatever list of chunks a scheduler has put there, it is columns from now on."""
-        if not isinstance(self.chunks, ScheduledChunks):
-            self.chunks = ScheduledChunks(self.chunks)
 
 
 class Scheduler:
@@ -118,7 +116,7 @@ class Scheduler:
         for sequence in left_out:  # what prefill left goes back to decode, at nobody's expense
             if sequence.status is RUNNING:
                 if tokens and self._has_room(sequence):
-                    out.chunks.add_decodes([sequence])
+                    out.chunks.append(ScheduledChunk(sequence, sequence.cached_token_count, 1, "decode", True))
                     tokens -= 1
                 else:
                     out.reasons[sequence.request_id] = "kv_blocks" if tokens else "decode_share"
@@ -132,7 +130,7 @@ class Scheduler:
         Promise: with cap = max(1, floor(max_decode_share * budget)) tokens for decode while prefill
         waits, no RUNNING sequence goes more than ceil(running / cap) steps without a token.
         """
-        chosen, left_out = list(self.running), []
+        chosen, left_out, running = list(self.running), [], len(self.running)
         if self.prefilling or self.waiting:
             cap = max(1, int(self.config.max_decode_share * self.config.max_num_batched_tokens))
             if len(chosen) > cap:  # those that have gone longest without a token come first
@@ -143,7 +141,9 @@ class Scheduler:
             # oldest first, so that who is preempted is this one or still to come
             while sequence.status is RUNNING and not self._has_room(sequence):
                 self._preempt(out, max(self._holders(), key=by_arrival))
-        out.chunks.add_decodes([s for s in chosen if s.status is RUNNING] if out.preempted else chosen)
+        if len(self.running) < running:  # some were preempted
+            chosen = [s for s in chosen if s.status is RUNNING]
+        out.chunks += ScheduledChunks.decodes(chosen)
         return left_out
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -280,7 +280,7 @@ class Scheduler:
     def commit(self, out: SchedulerOutput) -> None:
         """The forward pass returned: move the counters, and the sequences to their new queues."""
         block_size, step, is_caching = self.block_size, out.step, self.config.enable_prefix_caching
-        for sequence, start, num_tokens, _kind, is_last in out.chunks.tuples():
+        for sequence, start, num_tokens, _kind, is_last in zip(*columns_of(out.chunks), strict=True):
             status = sequence.status
             if status is FINISHED:  # cancelled while the forward pass ran
                 continue

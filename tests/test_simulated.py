@@ -22,9 +22,9 @@ from course_lib.cost_model import RooflineCost, StepWork, pairs_of, step_cost, w
 from course_lib.hardware import CHIPS, MODELS, Chip, ModelShape, find_chip, find_model, num_blocks_for, parallel
 from course_lib.metrics import of_requests, percentile
 from course_lib.runners import FakeRunner, SimulatedRunner
-from course_lib.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from course_lib.scheduler import ScheduledChunk, ScheduledChunks, Scheduler, SchedulerOutput
 from course_lib.sequence import Sequence
-from course_lib.trace import ChunkRecord
+from course_lib.trace import ChunkRecord, Chunks
 from course_lib.workloads import Piece, Request, long_documents, replay, simulate, stall
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,7 +143,9 @@ def test_work_counts_tokens_rows_pairs_and_context():
         ChunkRecord("b", 0, 4, "prefill", False),  # 1 + 2 + 3 + 4
         ChunkRecord("c", 2, 3, "prefill", True),  # 3 + 4 + 5
     ]
-    assert work_of(chunks) == StepWork(tokens=8, rows=2, pairs=10 + 10 + 12, context=10 + 4 + 5)
+    assert work_of([]) == work_of(Chunks()) == StepWork(0, 0, 0, 0)
+    assert work_of([ChunkRecord("a", 5, 2, "prefill", True), ChunkRecord("b", 9, 0, "prefill", False)]).pairs == 6 + 7
+    assert work_of(chunks) == work_of(Chunks(chunks)) == StepWork(tokens=8, rows=2, pairs=10 + 10 + 12, context=10 + 4 + 5)
 
 
 def test_a_steps_cost_is_the_one_counted_by_hand():
@@ -254,7 +256,7 @@ def test_a_batch_that_is_only_counted_has_the_work_and_the_rows_of_a_whole_one()
         sizes = [end - start for start, end in itertools.pairwise(whole.query_start_loc)]
         pairs = sum(map(pairs_of, sizes, whole.context_lens))
         assert counted.work == StepWork(len(whole.token_ids), len(whole.sample_rows), pairs, sum(whole.context_lens))
-        assert counted.sampled == whole.sampled
+        assert counted.work == whole.work and counted.sampled == whole.sampled
         seen.append((len(whole.sequences), len(counted.sampled)))
 
     config = EngineConfig(num_blocks=80, max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk_size=24)
@@ -267,16 +269,36 @@ def test_a_batch_that_is_only_counted_has_the_work_and_the_rows_of_a_whole_one()
     assert count_batch(SchedulerOutput(0, 16)) == (StepWork(0, 0, 0, 0), [])
 
 
+def test_the_simulator_takes_a_whole_batch_as_well():
+    """As from an engine that sees a runner around it, which doesn't say that nobody reads the tokens."""
+
+    class Around:
+        def __init__(self, inner):
+            self.vocab_size, self.max_model_len, self.tokenizer = inner.vocab_size, inner.max_model_len, None
+            self.execute, self.now = inner.execute, inner.now
+
+    def trace(runner):
+        config = EngineConfig(num_blocks=80, max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk_size=24)
+        engine = Engine(runner, config)
+        for number in range(12):
+            engine.add_request([number] * (10 + 25 * (number % 4)), SamplingParams(max_tokens=9, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            engine.step()
+        return engine.trace
+
+    assert trace(Around(SimulatedRunner())) == trace(SimulatedRunner())
+
+
 def test_a_step_of_the_simulator_is_cheap():
     runner = SimulatedRunner()
     sequences = [Sequence(f"r{i}", [1] * 100, arrival=i) for i in range(1024)]
     for sequence in sequences:
         sequence.block_table = list(range(7))
-    batch = count_batch(SchedulerOutput(0, 16, [ScheduledChunk(s, 99, 1, "decode", True) for s in sequences]))
+    output = SchedulerOutput(0, 16, ScheduledChunks([ScheduledChunk(s, 99, 1, "decode", True) for s in sequences]))
     times = []
     for _ in range(20):
         begin = time.perf_counter()
-        runner.execute(batch)
+        runner.execute(count_batch(output))
         times.append(time.perf_counter() - begin)
     assert min(times) < 2e-3  # 0.3 ms were measured: 5 µs and 0.27 µs a sequence
 

@@ -28,6 +28,7 @@ from course_lib.workloads import (
     simulate,
     stall,
 )
+from course_lib.workloads.replay import garbage_collection_paused
 
 NAN = float("nan")
 CONFIG = EngineConfig(num_blocks=2000, max_num_seqs=32, max_num_batched_tokens=1024, max_prefill_chunk_size=256)
@@ -484,6 +485,16 @@ def test_an_id_that_is_used_again_keeps_its_own_arrival():
 def test_without_a_trace_a_replay_still_serves():
     engine = make_engine(parts={"record_trace": False})
     assert replay(engine, [request("a", 0.0)]).steps == [] and is_idle(engine)
+
+
+def test_pauses_of_the_garbage_collector_may_overlap():
+    first, second = garbage_collection_paused(), garbage_collection_paused()
+    with first:
+        second.__enter__()
+        assert not gc.isenabled()
+    assert not gc.isenabled(), "the second one goes on"
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
 
 
 def test_simulate_is_pure_and_leaves_the_garbage_collector_as_it_was():

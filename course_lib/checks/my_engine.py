@@ -141,7 +141,7 @@ def _build_batch(yours: Callable) -> Callable:
 
     def build_batch(output: SchedulerOutput, slot_mapping: SlotMapping) -> Batch:
         batch = yours(output, slot_mapping)
-        return replace(batch, **{name: plain(getattr(batch, name)) for name in numbers})
+        return replace(batch, sampled=list(batch.sampled), **{name: plain(getattr(batch, name)) for name in numbers})
 
     return build_batch
 

@@ -23,6 +23,7 @@ class Runner(Protocol):
     A runner with KV memory of its own also has `init_kv_cache(num_blocks, block_size)`, which the
     engine calls once, when it is made. One that knows how much of it there is also has
     `blocks_that_fit(config) -> int`: the size of the pool for EngineConfig(num_blocks=None).
+    One that computes nothing says `reads_tokens = False`, and gets CountedBatches: no tokens, no tables.
     """
 
     vocab_size: int
@@ -30,10 +31,7 @@ class Runner(Protocol):
     tokenizer: Tokenizer | None
 
     def execute(self, batch: Batch) -> list[Sample]:
-        """Run one forward pass; one Sample per row of `batch.sample_rows`, in that order.
-
-        A runner that has `reads_tokens = False` gets a CountedBatch; one Sample per sequence of `sampled`.
-        """
+        """Run one forward pass; one Sample per row of `batch.sample_rows`, in that order."""
         ...
 
     def now(self) -> float:

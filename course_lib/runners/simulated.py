@@ -6,7 +6,7 @@ a cost model says of the batch, so an hour of traffic on a data-centre GPU is re
 
 from __future__ import annotations
 
-from ..batch import CountedBatch, Sample
+from ..batch import Batch, CountedBatch, Sample
 from ..config import EngineConfig
 from ..cost_model import RooflineCost
 from ..hardware import Chip, ModelShape, find_chip, find_model, num_blocks_for
@@ -45,7 +45,7 @@ class SimulatedRunner:
                 f"{self.chip.name}: at most {most} blocks of {block_size} tokens"
             )
 
-    def execute(self, batch: CountedBatch) -> list[Sample]:
+    def execute(self, batch: CountedBatch | Batch) -> list[Sample]:
         """Let the time of this step pass."""
         self.num_calls += 1
         self._time += self.cost.seconds(batch.work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -98,16 +99,28 @@ def simulate(
         return replay(engine, requests, max_steps=max_steps)
 
 
+_pauses = 0  # how many are under way, in whatever threads
+_was_enabled = False  # before the first of them
+_counting = threading.Lock()
+
+
 @contextmanager
 def garbage_collection_paused():
     """As `timeit` does. A trace is millions of records, which the collector would walk through again and again.
 
-    Nothing here refers to itself, so reference counting frees all that goes.
+    Nothing here refers to itself, so reference counting frees all that goes. Pauses may overlap: the last one to end
+    turns the collector on again.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    global _pauses, _was_enabled
+    with _counting:
+        if not _pauses:
+            _was_enabled = gc.isenabled()
+        _pauses += 1
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _counting:
+            _pauses -= 1
+            if _was_enabled and not _pauses:
+                gc.enable()
