@@ -174,9 +174,13 @@ class Engine:
             try:
                 yield
             finally:
-                if self._to_cancel and not self._stepping:
-                    self._outbox.extend(self._apply_cancels())
-                self._owner = None
+                self._leave()
+
+    def _leave(self) -> None:
+        """What is to be done before the lock is given back."""
+        if self._to_cancel and not self._stepping:
+            self._outbox.extend(self._apply_cancels())
+        self._owner = None
 
     def preempt(self, request_id: str) -> None:
         """Take a request's blocks away, as a full pool would. For lessons and tests; between steps only."""
@@ -221,7 +225,8 @@ class Engine:
             with self._exclusive():
                 self._give_up_step()
             raise
-        with self._exclusive():
+        with self._lock:  # as `_exclusive`, without its generator: every step comes by here, and this thread hasn't the lock
+            self._owner = threading.get_ident()
             try:
                 outputs = self._apply_cancels()
                 self.scheduler.commit(scheduled)
@@ -233,6 +238,8 @@ class Engine:
             except BaseException:
                 self._give_up_step()
                 raise
+            finally:
+                self._leave()
 
     def _give_up_step(self) -> None:
         """A step failed: as if it had not begun, but for its preemptions.
@@ -261,7 +268,8 @@ class Engine:
         samples = self.runner.execute(batch)
         if len(samples) != len(batch.sampled):
             raise RuntimeError(f"the runner returned {len(samples)} samples for {len(batch.sampled)} rows")
-        if not all(issubclass(kind, Sample) for kind in set(map(type, samples))):
+        kinds = set(map(type, samples))
+        if kinds != {Sample} and not all(issubclass(kind, Sample) for kind in kinds):
             raise RuntimeError(f"the runner must return a Sample for each row, got {samples!r:.200}")
         return batch.sampled, samples
 

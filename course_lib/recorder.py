@@ -23,6 +23,8 @@ class Recorder:
         self._sequences = sequences
         self._enabled = enabled
         self._record = StepRecord()  # the next step's
+        self._computed: list[Sequence] = []  # whose chunks were in the last step, and their names
+        self._names: tuple[str, ...] = ()
 
     def request_added(self, sequence: Sequence) -> None:
         if self._enabled:
@@ -59,7 +61,9 @@ class Recorder:
             record.end = time
             self._note_changes(record, before)
             sequences, *columns = columns_of(scheduled.chunks)
-            record.chunks.keep([sequence.trace_name for sequence in sequences], *columns)
+            if sequences != self._computed:  # most steps compute for the same requests as the one before
+                self._computed, self._names = list(sequences), tuple([sequence.trace_name for sequence in sequences])
+            record.chunks.keep(self._names, *columns)
             record.admitted = [sequence.trace_name for sequence in scheduled.admitted]
             record.preempted = [sequence.trace_name for sequence in preempted]
             for sequence in scheduled.admitted:
